@@ -106,8 +106,7 @@ def pytest_sessionstart():
 
 
 def pytest_report_header():
-    device = jax.devices()[0]
-    missing = why_not_native()
+    device, missing = jax.devices()[0], why_not_native()
     return [
         f"jaxnorm: {Path(jaxnorm.__file__).parent}",
         f"platform: {jax.default_backend()}, {jax.device_count()} x {device.device_kind}, jax {jax.__version__}",

@@ -122,9 +122,7 @@ def _fori(function, rng):
 
 
 def _cond(function, rng):
-    return lambda *args: lax.cond(
-        args[0].ravel()[0] > 0, lambda: function(*args), lambda: function(-args[0], *args[1:])
-    )
+    return lambda x, *args: lax.cond(x.ravel()[0] > 0, lambda: function(x, *args), lambda: function(-x, *args))
 
 
 def _map(function, rng):

@@ -43,10 +43,8 @@ def of_models(function):
 
 @cache
 def loss_and_gradients(spec, norms):
-    module = model.MODULES[type(spec)]
-    loss, gradients = jax.jit(jax.value_and_grad(partial(module.loss, spec, norms)))(
-        module.init(spec), *module.batch(spec)
-    )
+    of = model.MODULES[type(spec)]
+    loss, gradients = jax.jit(jax.value_and_grad(partial(of.loss, spec, norms)))(of.init(spec), *of.batch(spec))
     return float(loss), [np.float64(leaf) for leaf in jax.tree.leaves(gradients)]
 
 

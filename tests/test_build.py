@@ -15,8 +15,7 @@ from internals import fit
 import jaxnorm
 
 ROOT = Path(__file__).parents[1]
-CUDA_13 = "75 80 86 87 88 89 90 100 110 103 120 121"
-COMMON = "80-real 90-real 100"
+CUDA_13, COMMON = "75 80 86 87 88 89 90 100 110 103 120 121", "80-real 90-real 100"
 
 with_cmake = pytest.mark.needs("build")
 
@@ -33,8 +32,7 @@ cuda_wheels = load("cuda_wheels")
 
 def cmake(tmp_path, file, *lines):
     """What CMake prints for these lines, with a file of the folder cmake."""
-    script = tmp_path / "script.cmake"
-    include = f"include({ROOT}/cmake/{file}.cmake)"
+    script, include = tmp_path / "script.cmake", f"include({ROOT}/cmake/{file}.cmake)"
     script.write_text("\n".join(("cmake_minimum_required(VERSION 3.24)", include, *lines)))
     return subprocess.run(["cmake", "-P", str(script)], capture_output=True, text=True, check=True).stdout
 

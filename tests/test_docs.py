@@ -106,9 +106,7 @@ def test_examples_run(page, failures):
 
 
 def anchors(page):
-    """The anchors that Markdown gives the headings of a page."""
-    text = prose(page)
-    found = []
+    text, found = prose(page), []
     for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE):
         slug = re.sub(r"[^\w\s-]", "", re.sub(r"`|\[([^\]]*)\]\([^)]*\)", r"\1", heading)).strip().lower()
         found.append(re.sub(r"\s+", "-", slug))

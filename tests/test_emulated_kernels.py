@@ -134,8 +134,7 @@ def test_an_op_out_of_tree(library, cols, dtype):
     for rows, offset in product([n for n in (1, 37, 300) if n == 1 or n * cols < 500_000], (0, 1)):
         x, dy = (normal(name, dtype, (rows, cols), offset) for name in ("x", "dy"))
         y, dx = (behind_word(dtype, (rows, cols), offset) for _ in range(2))
-        rstd = behind_word(np.float32, (rows, 1))
-        shape = {"rows": rows, "cols": cols}
+        rstd, shape = behind_word(np.float32, (rows, 1)), {"rows": rows, "cols": cols}
         forward = struct(shape | {"x": x, "y": y, "rstd": pointer(rstd), "epsilon": 1e-6})
         assert library.l2_norm_fwd(ctypes.byref(forward)) == 0
         of_row = 1 / np.sqrt((np.float64(x) ** 2).sum(-1, keepdims=True) + 1e-6)

@@ -81,8 +81,7 @@ def test_no_function_is_long():
 
 def lines_of_code(function):
     """Those of a function without its docstring, which has an entry for each argument."""
-    first = function.body[0]
-    described = ast.get_docstring(function) is not None
+    first, described = function.body[0], ast.get_docstring(function) is not None
     return function.end_lineno - function.lineno + 1 - described * (first.end_lineno - first.lineno + 1)
 
 

@@ -28,8 +28,7 @@ def kernels(request, tmp_path_factory):
     """Builds the native part for the CPU, where a test wants it, and registers its handlers as any library's are."""
     wanted = (mark.args for item in request.session.items for mark in item.iter_markers("needs"))
     if ("toys",) in wanted:
-        library = tmp_path_factory.mktemp("toy") / "l2_norm.so"
-        tests = emulated.ROOT / "tests"
+        library, tests = tmp_path_factory.mktemp("toy") / "l2_norm.so", emulated.ROOT / "tests"
         includes = ["-I", emulated.ROOT / "src", "-I", tests, "-isystem", jax.ffi.include_dir()]
         source = tests / "toy" / "l2_norm.cc"
         subprocess.run([*COMPILE, *FLAGS, *includes, source, "-o", library], check=True)

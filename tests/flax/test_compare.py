@@ -186,8 +186,7 @@ def test_models_of_other_libraries_are_compared_by_the_lines_of_the_error(librar
         TypeError, match=f"^compare_layers: got Sequential, a model of {library.lower()}, .* by hand:"
     ) as error:
         compare(model, x)
-    lines = str(error.value).partition(":\n")[2]
-    names = {"jaxnorm": jaxnorm, "model": model, "x": x}
+    lines, names = str(error.value).partition(":\n")[2], {"jaxnorm": jaxnorm, "model": model, "x": x}
     exec(lines, names)
     assert names["report"].replaced
     assert float(capsys.readouterr().out) < 1e-5

@@ -122,7 +122,6 @@ INDICES = jnp.asarray([0, 3, 3, 6, -1, -7, 7, 100, -8, -100])
 
 
 def embeddings(dtype="float32"):
-    """Equinox' and ours."""
     weight = draw("weight", (ROWS, FEATURES), dtype)
     return [cls(weight=weight) for cls in (eqx.nn.Embedding, Embedding)]
 

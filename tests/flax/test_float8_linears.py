@@ -83,8 +83,7 @@ def test_a_precision_of_all_digits_is_the_products():
 def test_layers_over_devices():
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(-1, 2), ("a", "b"))
     layer, x, dy = linear(Float8Linear), draw_x(DIMS), draw("dy", (*DIMS[:-1], COLUMNS))
-    expected = value_and_gradients(layer, x, dy)
-    split = {"kernel": (None, "b"), "bias": ("b",)}
+    expected, split = value_and_gradients(layer, x, dy), {"kernel": (None, "b"), "bias": ("b",)}
     for name, spec in split.items():
         variable = getattr(layer, name)
         variable[...] = jax.device_put(variable[...], NamedSharding(mesh, PartitionSpec(*spec)))

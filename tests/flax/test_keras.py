@@ -75,7 +75,6 @@ MODELS = {"functional": functional, "subclassed": subclassed, "sequential": sequ
 
 
 def data(examples=16):
-    """Inputs and targets."""
     return draw("inputs", (examples, 8, 16)), draw("targets", (examples, 8, 16))
 
 
@@ -84,7 +83,6 @@ def history(model, epochs=1):
 
 
 def trained(model):
-    """The losses of a model that is compiled and trained."""
     model.compile("adam", "mse")
     return history(model, epochs=2)
 
@@ -107,8 +105,7 @@ def test_training_in_mixed_precision(policy):
 
 
 def test_data_parallel(devices):
-    expected = trained(functional(keras.layers))
-    names = keras.distribution.list_devices()[: len(devices)]
+    expected, names = trained(functional(keras.layers)), keras.distribution.list_devices()[: len(devices)]
     keras.distribution.set_distribution(keras.distribution.DataParallel(devices=names))
     try:
         model = functional(jaxnorm.keras)
@@ -282,7 +279,6 @@ INDICES = np.array([[0, 3, 3, 6, -1], [-7, 7, 100, -8, -100]])
 
 
 def embeddings(**options):
-    """Keras' and ours, with the same table."""
     layers = [of.Embedding(ROWS, 4, **options) for of in (keras.layers, jaxnorm.keras)]
     for layer in layers:
         layer.build()

@@ -37,8 +37,7 @@ def native(message, dims=(), **fields):
     return bad(message, dims, error=RuntimeError, implementation="native", **fields)
 
 
-NOT_LIKE = "reduction_axes=.* Give both alike"
-ROWS_AXES = r"reduction_axes=\(-2,\) with feature_axes=\(-2,\)"
+NOT_LIKE, ROWS_AXES = "reduction_axes=.* Give both alike", r"reduction_axes=\(-2,\) with feature_axes=\(-2,\)"
 CHANNELS = {"use_scale": False, "use_bias": False}
 MISH, ROUNDED = "unknown activation 'mish'", "multiply_before_cast=False, expected True: a "
 GROUPS_ARE, TWO_AXES = r"axis_index_groups=\(\(0, 1\),\)", r"reduction_axes=\(1, 2\)"

@@ -39,7 +39,6 @@ ERRORS = {"int8": 0.02, "int4": 0.2, "float8_e4m3fn": 0.1, "float8_e5m2": 0.2}
 
 
 def weights_of(model):
-    """The kernel and the bias of a layer."""
     if isinstance(model, models.EquinoxModel):
         return model.module.weight.T, model.module.bias
     return tuple(jnp.asarray(model.parameters[name]) for name in ("kernel", "bias"))

@@ -43,8 +43,7 @@ def test_results_of_every_dtype(layer, dtypes, dtype, param_dtype):
 # A dtype has several spellings.
 @cover(layer=OF_FLAX | QUANTIZED | SUMS | of("gated"), dtype=DTYPES)
 def test_a_dtype_by_its_name(layer, dtype):
-    inputs = layer.draw("bfloat16", "bfloat16")
-    programs = []
+    inputs, programs = layer.draw("bfloat16", "bfloat16"), []
     for spelt in (dtype, getattr(jnp, dtype), jnp.dtype(dtype)):
         apply, parameters = layer.build(inputs, dtype=spelt)
         programs.append(str(jax.make_jaxpr(apply)(parameters, *inputs)))
@@ -161,8 +160,7 @@ def test_dtypes_of_rotated_heads(layer, dtype, given):
 def test_a_narrow_x_hat_is_rounded_before_wide_parameters_multiply_it(layer, implementation):
     inputs = layer.draw("bfloat16", "bfloat16")
     apply, parameters = layer.build(inputs, multiply_before_cast=False, implementation=implementation)
-    y = jax.jit(apply)(parameters, *inputs)
-    options = {"implementation": implementation}
+    y, options = jax.jit(apply)(parameters, *inputs), {"implementation": implementation}
     assert_same(y, layer.expected(inputs, parameters, multiply_before_cast=False, **options))
     assert bits(y) != bits(layer.expected(inputs, parameters, **options))
 
@@ -298,8 +296,7 @@ def test_axis_name_is_flaxs_result(layer):
 def test_axis_index_groups_are_flaxs_result(layer, devices):
     half = len(devices) // 2
     groups = (tuple(range(half)), tuple(range(half, 2 * half)))
-    x = draw_x((2 * half, *layer.row.dims[1:]))
-    mesh = jax.sharding.Mesh(devices, "shard")
+    x, mesh = draw_x((2 * half, *layer.row.dims[1:])), jax.sharding.Mesh(devices, "shard")
     over_devices = partial(jax.shard_map, mesh=mesh, in_specs=P("shard"), out_specs=P("shard"), check_vma=False)
     norms = layer.both((x[:1],), axis_name="shard", axis_index_groups=groups)
     flaxs, ours = (jax.jit(over_devices(partial(apply, p)))(x) for apply, p in norms)

@@ -74,13 +74,10 @@ class Block(flax.nnx.Module):
 def test_nnx_says_what_lies_within_a_block_that_a_function_computes():
     model = flax.nnx.Dict(blocks=flax.nnx.List([Block(flax.nnx.Rngs(0))]), norm=GemmaNorm(flax.nnx.Rngs(0)))
     _, report = jaxnorm.replace_layers(model, {Block: lambda block, x: jaxnorm.rms_norm(x, block.norm.scale[...])})
-    block = ("blocks", 0)
+    path = ("blocks", 0)
     why = why_own("GemmaNorm: lambda norm, x: jaxnorm.rms_norm(x, norm.scale[...])")
-    assert report.replaced == [(block, Block)]
-    assert report.within == [
-        ((*block, "norm"), flax.nnx.RMSNorm, block, None),
-        ((*block, "own"), GemmaNorm, block, why),
-    ]
+    assert report.replaced == [(path, Block)]
+    assert report.within == [((*path, "norm"), flax.nnx.RMSNorm, path, None), ((*path, "own"), GemmaNorm, path, why)]
     assert report.left == [(("norm",), GemmaNorm, why)]
     assert str(report).splitlines()[1:3] == [
         "within    blocks.0.norm: RMSNorm: replaced, where the function of blocks.0 calls it",
@@ -325,8 +322,7 @@ LAYERS = {
     "equinox": lambda: EquinoxModel([equinox.nn.RMSNorm(FEATURES), *EquinoxMixed(jax.random.key(0)).mlp.layers[:1]]),
 }
 LAYERS["keras"] = lambda: KerasModel(keras.Sequential([keras.layers.RMSNormalization(), keras.layers.Dense(FEATURES)]))
-RNGS = flax.nnx.Rngs(0)
-CHANGES_OF = CHANGES | {"jaxnorm's": lambda model: model.replaced()}
+RNGS, CHANGES_OF = flax.nnx.Rngs(0), CHANGES | {"jaxnorm's": lambda model: model.replaced()}
 ALIKE = [(name, name) for name in CHANGES_OF]
 OTHERS = [("quantised", "computed in float8"), ("computed in float8", "quantised")]
 SECOND = [("nnx", pair) for pair in ALIKE + OTHERS] + [("linen", pair) for pair in ALIKE + OTHERS[:1]]

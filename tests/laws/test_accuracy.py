@@ -16,8 +16,7 @@ from oracle import f64
 from table import ADDED, NORMS as PLAIN, OPS, PER_HEAD, SANDWICH
 from tolerances import forward_errors, gradient_errors, result_errors
 
-EXACT = [op for op in OPS if op.exact]
-DIFFERENTIABLE = [op for op in OPS if op.exact_gradients]
+EXACT, DIFFERENTIABLE = [op for op in OPS if op.exact], [op for op in OPS if op.exact_gradients]
 # Every kernel's pair of input and output; and float16 with bfloat16, which has none and still must be right.
 DTYPE_PAIRS = [(x, y) for x, y in product(DTYPES, DTYPES) if x != y]
 # None is a call without that operand, which other kernels serve than one of ones or zeros.
@@ -53,7 +52,6 @@ def short(op):
 
 
 def errors(op, args, implementation=None, **options) -> list[str]:
-    """Law 1's complaints about the results of one call."""
     results = jax.jit(partial(op.function, implementation=implementation, **options))(*args)
     return result_errors(op, results, args, **options)
 

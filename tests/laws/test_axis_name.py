@@ -25,8 +25,7 @@ pytestmark = pytest.mark.jax_version
 WHOLE = (*PADDED, *ROTARY, *GATED_ACTIVATIONS, *QUANTIZED_ACTIVATIONS)
 OF_EACH = (*EACH, QUANTIZED[2], QUANTIZED_SUMS[2])
 SPLIT = [op for op in OF_EACH if op not in WHOLE and (op.kind != "rms" or "group_size" not in op.small.options)]
-ops = over(SPLIT)
-of_features = over([op for op in SPLIT if not op.has_positions])
+ops, of_features = over(SPLIT), over([op for op in SPLIT if not op.has_positions])
 vma = over(SPLIT, check_vma=lambda op: {"vma": True, "no vma": False})
 
 
@@ -54,8 +53,7 @@ def gradient_of_sines(norm):
 @pytest.mark.on_emulator
 @vma
 def test_forward_in_shard_map(devices, op, check_vma):
-    mesh = mesh_of(devices, AxisType.Auto)
-    spec = part_spec(op)
+    mesh, spec = mesh_of(devices, AxisType.Auto), part_spec(op)
     args = place(op, mesh, spec)
     # The scales of quantised rows are not split.
     out_specs = [P("a") if r.shape[-1] == 1 else spec for r in jax.eval_shape(results(op), *args)]
@@ -67,8 +65,7 @@ def test_forward_in_shard_map(devices, op, check_vma):
 # check_vma or not: the weights are the same along a, so their gradients are the sums over it.
 @vma
 def test_gradients_of_shard_map(devices, op, check_vma):
-    mesh = mesh_of(devices, AxisType.Auto)
-    spec = part_spec(op)
+    mesh, spec = mesh_of(devices, AxisType.Auto), part_spec(op)
     args = place(op, mesh, spec)
     function = jax.jit(gradients(op, shard(op, mesh, result_spec(op, spec), check_vma), axis_name="b"))
     assert_parts_close(function(*args), jax.jit(gradients(op))(*args))
@@ -81,8 +78,7 @@ def test_gradients_of_shard_map(devices, op, check_vma):
 @ops
 def test_gradients_in_shard_map(devices, op):
     mesh = mesh_of(devices, AxisType.Auto)
-    args = place(op, mesh, part_spec(op))
-    out_specs = [specs_of(op, part_spec(op))[i] for i in op.all]
+    args, out_specs = place(op, mesh, part_spec(op)), [specs_of(op, part_spec(op))[i] for i in op.all]
     inside = jax.jit(shard(op, mesh, out_specs)(gradients(op, axis_name="b")))
     assert_parts_close(inside(*args), jax.jit(gradients(op))(*args))
 
@@ -128,8 +124,7 @@ def beside(y, scale, bias, dtype):
 @pytest.mark.parametrize("implementation", [None, "xla"])
 @vma
 def test_features_beside_an_axis_of_rows(devices, op, check_vma, implementation, axis_type):
-    mesh = mesh_of(devices, axis_type)
-    specs = specs_of(op, P(None, *part_spec(op)[1:]))
+    mesh, specs = mesh_of(devices, axis_type), specs_of(op, P(None, *part_spec(op)[1:]))
     split = {"in_specs": specs, "out_specs": result_spec(op, specs[0]), "axis_names": {"b"}, "check_vma": check_vma}
     args = op.draw(size_of(op))
     with jax.set_mesh(mesh), jaxnorm.implementation(implementation):

@@ -153,8 +153,7 @@ def test_a_product_behind_a_norm():
 @pytest.mark.parametrize("spec", [P("x"), P(None, "x")], ids=["rows", "parts of rows"])
 @pytest.mark.parametrize("op", NORMS, ids=str)
 def test_no_gather_over_devices(op, spec):
-    devices = mesh(4)
-    size = op.small._replace(dims=(64, 4096), weights=(4096,))
+    devices, size = mesh(4), op.small._replace(dims=(64, 4096), weights=(4096,))
     x, *weights = op.types(size, "bfloat16")
     weight = P(*spec[1:])
     arrays = [types(array, NamedSharding(devices, s)) for array, s in ((x, spec), *((w, weight) for w in weights))]

@@ -28,8 +28,7 @@ from table import ADDED, GATED_QUANTIZED, NORMS, OPS, QUANTIZED, QUANTIZED_ACTIV
 import jaxnorm
 from jaxnorm import Quantization
 
-TOKEN = Quantization("int8")
-OF_NO_ROW = {"Quantization": QUANTIZATION, "linear_cross_entropy": LINEAR}
+TOKEN, OF_NO_ROW = Quantization("int8"), {"Quantization": QUANTIZATION, "linear_cross_entropy": LINEAR}
 OF_NO_ROW |= {"embedding": EMBEDDING, "segment_sum": SEGMENT_SUM}
 OF_EACH_FUNCTION = list({op.public: op for op in reversed(OPS)}.values())  # the first of each
 WITH_QUANTIZATION = (*QUANTIZED, *GATED_QUANTIZED, *QUANTIZED_ACTIVATIONS)

@@ -29,8 +29,7 @@ pytestmark = pytest.mark.jax_version
 
 HERE = Path(__file__).name
 X, SCALE = jnp.ones((4, 8)), jnp.ones(8)
-HALF = X.astype("float16")
-MIXED = "x is float16 and the result bfloat16"
+HALF, MIXED = X.astype("float16"), "x is float16 and the result bfloat16"
 
 
 def norm(x):

@@ -88,8 +88,7 @@ def test_a_program_for_any_number_of_long_rows(op):
 @pytest.mark.parametrize("op", EACH, ids=str)
 def test_an_exported_program_has_a_gradient(op):
     program = exported(op, op.loss()).serialize(vjp_order=1)
-    gradient = jax.grad(export.deserialize(program).call, op.all)
-    args = of_rows(op, 5)
+    gradient, args = jax.grad(export.deserialize(program).call, op.all), of_rows(op, 5)
     assert_same(op, gradient(*args), jax.jit(op.gradient())(*args))
 
 
@@ -193,8 +192,7 @@ def test_a_program_of_no_row_holds_the_calls_of_each_platform(function, way):
 # What a call over a mesh is of, as texts of older builds have it: the names and the fields that specs had then.
 ROW = {"axes": [-1], "epsilon": 1e-6, "native_for": None, "scale_offset": -0.0, "shards": None}
 ROW |= {"compute_dtype": {"dtype": "float32"}, "out_dtype": {"dtype": "float32"}}
-INT8 = jaxnorm.Quantization("int8")
-GATE = {"activation": "silu", "gate_first": True}
+INT8, GATE = jaxnorm.Quantization("int8"), {"activation": "silu", "gate_first": True}
 TO_INT8 = {"dtype": {"dtype": "int8"}, "granularity": "token", "group_size": None, "max_scale": None}
 TO_INT8 |= {"power_of_two": False, "scales_dtype": {"dtype": "float32"}, "scales_layout": "row"}
 OF_QUANTIZED = {"quantization": {"Quantization": TO_INT8}, "straight_through": False}

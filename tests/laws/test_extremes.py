@@ -111,18 +111,15 @@ def test_what_is_not_finite_elsewhere_spreads_as_in_the_formula(op, value, opera
 @pytest.mark.on_emulator
 @over(OPS, value=lambda op: [np.nan, np.inf], dtypes=lambda op: op.dtypes)
 def test_a_row_that_is_not_finite_leaves_its_neighbours_alone(op, value, dtypes):
-    args = op.draw(op.small, dtypes)
-    function = jax.jit(op.run(op.function))
-    spoilt = function(args[0].at[1].set(value), *args[1:])
-    others = jnp.array([0, *range(2, op.small.dims[0])])
+    args, function = op.draw(op.small, dtypes), jax.jit(op.run(op.function))
+    spoilt, others = function(args[0].at[1].set(value), *args[1:]), jnp.array([0, *range(2, op.small.dims[0])])
     of_rows = [(a[others], b[others]) for a, b in zip(spoilt, function(*args), strict=True) if a.ndim]
     assert bits([a for a, _ in of_rows]) == bits([b for _, b in of_rows])
 
 
 @pytest.mark.parametrize("op", GROUPED, ids=str)
 def test_a_group_that_is_not_finite_leaves_its_neighbours_alone(op):
-    args = op.draw(rows(4, 256))
-    norm = jax.jit(partial(op.function, group_size=64))
+    args, norm = op.draw(rows(4, 256)), jax.jit(partial(op.function, group_size=64))
     y, clean = norm(args[0].at[1, 70].set(np.nan), *args[1:])[0], np.asarray(norm(*args)[0]).copy()
     clean[1, 64:128] = y[1, 64:128]
     np.testing.assert_array_equal(y, clean)
@@ -262,8 +259,7 @@ def test_more_rows_than_a_cuda_grid_has_in_two_dimensions(op, count):
 @kinds
 def test_more_elements_than_an_int32_counts(kind, cols):
     period = 64
-    rows = (2**31 // cols // period + 2) * period
-    block = draw_x((period, cols), "bfloat16")
+    rows, block = (2**31 // cols // period + 2) * period, draw_x((period, cols), "bfloat16")
     x = jnp.tile(block, (rows // period, 1))
     scale = draw_scale((cols,))
     run = jax.jit(lambda x: (NORMS[kind](x, scale), jax.vjp(lambda x: NORMS[kind](x, scale), x)[1](x)[0]))

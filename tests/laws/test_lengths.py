@@ -104,10 +104,7 @@ def gates():
 def rotations():
     for interleaved, partly in itertools.product((False, True), (False, True)):
         options = {"interleaved": interleaved, "partial": partly}
-        ops = [
-            op_of(kind, **options)
-            for op_of, kind in ((rotary, RMS), (rotary, LAYER), (rotary, False), (qkv_rotary, RMS))
-        ]
+        ops = [of(kind, **options) for of, kind in ((rotary, RMS), (rotary, LAYER), (rotary, False), (qkv_rotary, RMS))]
         # The ops of the table have one of these, and artefacts go by their names.
         named = [replace(op, name=f"{op.name}{' interleaved' * interleaved}{' in part' * partly}") for op in ops]
         yield from each(named[:2], ROTATED)

@@ -105,8 +105,7 @@ INT8, TENSOR = Quantization("int8"), Quantization("int8", "tensor")
 NO_GRADIENT = ("a given scale", "a quantised")
 MASK = {"causal": True, "window": 3, "where": jnp.ones((3, 1, 64), bool)}
 BY_TABLES = {"cos": jnp.ones((5, 4)), "sin": jnp.ones((5, 4)), "rotary_dim": 8}
-GIVEN = {"quantization": TENSOR, "static_scale": jnp.float32(1)}
-TWO_AXES = {"axis": (-2, -1)}
+GIVEN, TWO_AXES = {"quantization": TENSOR, "static_scale": jnp.float32(1)}, {"axis": (-2, -1)}
 rotary, packed = jaxnorm.qk_norm_rotary, partial(jaxnorm.qkv_norm_rotary, heads=3, kv_heads=1)
 # Functions whose native calls differ from those of the table's small sizes, and their operands.
 OF_OPTIONS = {
@@ -121,11 +120,7 @@ OF_OPTIONS = {
         *(X, X[0]),
     ),
     "a given scale": (lambda *args: jaxnorm.rms_norm_quantized(*args, **GIVEN).quantized.values, X, SCALE),
-    "a given scale of a LayerNorm": (
-        lambda *args: jaxnorm.layer_norm_quantized(*args, **GIVEN).quantized.values,
-        X,
-        SCALE,
-    ),
+    "a given scale of a LayerNorm": (lambda *xs: jaxnorm.layer_norm_quantized(*xs, **GIVEN).quantized.values, X, SCALE),
     "a given scale of a gate": (lambda x: jaxnorm.gated_activation_quantized((x, x), **GIVEN).values, X),
     "a given scale of a gated norm": (
         lambda *args: jaxnorm.gated_rms_norm_quantized(*args, gate_first=True, **GIVEN).values,
@@ -149,8 +144,7 @@ OF_OPTIONS = {
 @pytest.mark.parametrize("name", OF_OPTIONS)
 def test_a_malformed_call_of_options(name):
     function, *args = OF_OPTIONS[name]
-    forward = jax.eval_shape(function, *args)
-    calls = native_calls_of(function, *args)
+    forward, calls = jax.eval_shape(function, *args), native_calls_of(function, *args)
     if not name.startswith(NO_GRADIENT):
         with_gradients = partial(jax.vjp, function, *args)
         calls += native_calls_of(lambda *cotangents: with_gradients()[1](*cotangents), forward)

@@ -20,8 +20,7 @@ import jaxnorm
 
 pytestmark = pytest.mark.any_code
 
-SPOILERS = (np.nan, np.inf, -np.inf, "largest")
-CAUSAL = np.tri(ROWS, COLS, dtype=bool)
+SPOILERS, CAUSAL = (np.nan, np.inf, -np.inf, "largest"), np.tri(ROWS, COLS, dtype=bool)
 
 
 def normalised(function, counts, *, dims=(ROWS, COLS), implementations=IMPLEMENTATIONS, has_scale=False, **options):

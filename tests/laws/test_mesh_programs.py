@@ -190,8 +190,7 @@ def test_stages_of_a_pipeline(devices):
 
 
 def test_native_for_several_platforms_in_a_shard_map_over_one_axis(devices):
-    norm = partial(jaxnorm.rms_norm, implementation="native")
-    mesh = mesh_of(devices, AxisType.Auto)
+    norm, mesh = partial(jaxnorm.rms_norm, implementation="native"), mesh_of(devices, AxisType.Auto)
     sharded = jax.shard_map(norm, mesh=mesh, in_specs=P("a"), out_specs=P("a"), axis_names={"a"})
     (x,) = placed(mesh, [draw_x(DIMS)], [P("a", "b")])
     with pytest.raises(RuntimeError, match="for several platforms"):
@@ -223,13 +222,11 @@ def test_a_weight_that_is_sharded_unlike_x(devices, op, x_spec, scale_spec, expe
         run(mesh, lambda x, scale: op.function(*[x] * op.arrays, scale), operands(DIMS)[:2], x_spec, scale_spec)
 
 
-TO_GROUPS = jaxnorm.Quantization(jnp.int8, "group", group_size=64)
+GROUPS = jaxnorm.Quantization(jnp.int8, "group", group_size=64)
 OF_GROUPS = {
-    "rms_norm_quantized": partial(jaxnorm.rms_norm_quantized, quantization=TO_GROUPS),
+    "rms_norm_quantized": partial(jaxnorm.rms_norm_quantized, quantization=GROUPS),
     "gated_rms_norm": lambda x: jaxnorm.gated_rms_norm(x, x, gate_first=True, group_size=64),
-    "gated_rms_norm_quantized": lambda x: jaxnorm.gated_rms_norm_quantized(
-        x, x, gate_first=True, quantization=TO_GROUPS
-    ),
+    "gated_rms_norm_quantized": lambda x: jaxnorm.gated_rms_norm_quantized(x, x, gate_first=True, quantization=GROUPS),
 }
 
 
@@ -361,8 +358,7 @@ def test_two_processes(name, axis_type, spec):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
-    have_gpus = jax.default_backend() == "gpu" and jax.device_count() > 1
-    processes = []
+    have_gpus, processes = jax.default_backend() == "gpu" and jax.device_count() > 1, []
     for process in range(2):
         devices = {"CUDA_VISIBLE_DEVICES": str(process)} if have_gpus else {"JAX_PLATFORMS": "cpu"}
         environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"} | devices
@@ -388,16 +384,13 @@ ENTRY %main (x: f32[8]) -> f32[16] {
 """
 
 
+SUMS = "(f32[16]{0}, f32[2]{0})"
 # JAX 0.11's XLA makes a tuple of the operands, those of an all-reduce among them.
 IN_TUPLES = ASYNCHRONOUS.replace(
     "(f32[8]{0}, bf16[4]{0}, f32[16]{0}, bf16[8]{0}) all-gather",
     "((f32[8]{0}, bf16[4]{0}), (f32[16]{0}, bf16[8]{0})) all-gather",
-).replace(
-    "(f32[16]{0}, f32[2]{0}) all-reduce-start", "((f32[16]{0}, f32[2]{0}), (f32[16]{0}, f32[2]{0})) all-reduce-start"
-)
-ONE_IN_A_TUPLE = ASYNCHRONOUS.replace(
-    "(f32[16]{0}, f32[2]{0}) all-reduce-start", "((f32[18]{0}), f32[18]{0}) all-reduce-start"
-)
+).replace(f"{SUMS} all-reduce-start", f"({SUMS}, {SUMS}) all-reduce-start")
+ONE_IN_A_TUPLE = ASYNCHRONOUS.replace(f"{SUMS} all-reduce-start", "((f32[18]{0}), f32[18]{0}) all-reduce-start")
 
 
 @pytest.mark.parametrize("text", [ASYNCHRONOUS, IN_TUPLES, ONE_IN_A_TUPLE])

@@ -139,8 +139,7 @@ def dtypes(op):
     dtypes=dtypes,
 )
 def test_gradients_of_half_types(devices, op, mode, spec, dtypes):
-    mesh = meshes.mesh_for(mode, devices)
-    args = op.draw(meshes.size_of(op), *dtypes)
+    mesh, args = meshes.mesh_for(mode, devices), op.draw(meshes.size_of(op), *dtypes)
     step = jax.jit(gradients(op, meshes.split_by(mode, op, mesh, spec)))
     expected = jax.jit(gradients(op))(*args)
     with jax.set_mesh(mesh):
@@ -156,17 +155,15 @@ SUMMED = re.compile(r"stablehlo\.all_reduce.*?\^bb0\(%\w+: tensor<(\w+)>", re.DO
     reduction=["mean", "sum", "none"],
     dtypes=[*itertools.product(HALF, HALF), (HALF[0], "float32")],
     rows_per_chunk=[None, 8],
-    same_everywhere=["kernel", "x", "x and kernel"],
+    everywhere=["kernel", "x", "x and kernel"],
     implementation=[None, "xla"],
     where={"all": None, "some": np.arange(24) < 20},
 )
-def test_gradients_of_a_product(
-    devices, mode, reduction, dtypes, rows_per_chunk, same_everywhere, implementation, where
-):
+def test_gradients_of_a_product(devices, mode, reduction, dtypes, rows_per_chunk, everywhere, implementation, where):
     mesh, axis = meshes.mesh_for(mode, devices), "c" if mode == meshes.PARTLY_MANUAL else "a"
     count = mesh.shape[axis]
     labels = jnp.asarray(np.random.default_rng(7).integers(-1, 24, (count, 16)), "int32")
-    split = [*(None if name in same_everywhere.split() else 0 for name in ("x", "kernel")), 0]
+    split = [*(None if name in everywhere.split() else 0 for name in ("x", "kernel")), 0]
     args = [
         draw(name, dims if along is None else (count, *dims), dtype)
         for name, dims, dtype, along in zip(("x", "kernel"), [(16, 8), (8, 24)], dtypes, split[:2], strict=True)
@@ -277,14 +274,12 @@ def test_one_array_is_everywhere(any_devices, op, axis_type):
 
 
 # Groups have to stay whole, and a padded result is in ops/added_norm.py.
-WITH_FEATURES = [
-    op for op in table.EACH if not {"group_size", "pad_to"} & {*op.small.options} and len(op.small.dims) == 2
-]
+FEATURES = [op for op in table.EACH if not {"group_size", "pad_to"} & {*op.small.options} and len(op.small.dims) == 2]
 
 
 # Weights are whole on each device and x is not: they are split by themselves, and their gradients are whole again.
 @axis_types
-@over([*WITH_FEATURES, table.GROUPED[0], table.GROUP_NORMS[1]])
+@over([*FEATURES, table.GROUPED[0], table.GROUP_NORMS[1]])
 def test_a_sharded_feature_axis(any_devices, axis_type, op):
     mesh, specs = meshes.mesh_of(any_devices, axis_type), each(op, P("a", None, "b"), P())
     if not op.derived:

@@ -17,8 +17,7 @@ from jaxnorm.ops.cross_entropy import formula
 
 pytestmark = pytest.mark.usefixtures("exact_products")
 
-cross_entropy = jaxnorm.softmax_cross_entropy_with_integer_labels
-IMPLEMENTATIONS = ("native", "xla")
+cross_entropy, IMPLEMENTATIONS = jaxnorm.softmax_cross_entropy_with_integer_labels, ("native", "xla")
 implementations = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 
 
@@ -79,8 +78,7 @@ def exact_losses(z, labels, *, label_smoothing=0.0):
     one_hot = np.arange(z.shape[-1]) == labels[:, None]
     at_label, mean = (z * one_hot).sum(-1), z.mean(-1)
     losses = np.log(total)[:, 0] - (1 - label_smoothing) * at_label - label_smoothing * mean
-    terms = np.log(total)[:, 0] - at_label - label_smoothing * mean
-    moved = -ROUNDING * (ROUNDINGS + 1) * z
+    terms, moved = np.log(total)[:, 0] - at_label - label_smoothing * mean, -ROUNDING * (ROUNDINGS + 1) * z
     slack = share * (moved + (share * moved).sum(-1, keepdims=True))
     return losses, terms, share - (1 - label_smoothing) * one_hot - label_smoothing / z.shape[-1], slack
 
@@ -89,8 +87,7 @@ def assert_law(actual, exact, slack):
     """Law 1 for the gradient of each row, less what rounding an exponent moves it by."""
     actual = np.asarray(actual)
     for row, (a, e, s) in enumerate(zip(actual, exact, slack, strict=True)):
-        size = np.linalg.norm(e)
-        rounding = np.linalg.norm(f64(round_to(e, actual.dtype)) - e)
+        size, rounding = np.linalg.norm(e), np.linalg.norm(f64(round_to(e, actual.dtype)) - e)
         limit = max(DX[actual.dtype.name] * size, rounding + DX["float32"] * size) + np.linalg.norm(s)
         error = np.linalg.norm(f64(a) - e)
         assert error <= limit, f"row {row}: {error:.3g}, at most {limit:.3g}"
@@ -224,8 +221,7 @@ def test_log_softmax_near_zero(dtype, gap, top, implementation):
     masked=[False, True],
 )
 def test_a_single_class(implementation, dtype, options, masked):
-    x = jnp.asarray([[0.1], [3.7], [-1e4], [6e4]], dtype)
-    given = {"implementation": implementation}
+    x, given = jnp.asarray([[0.1], [3.7], [-1e4], [6e4]], dtype), {"implementation": implementation}
     if masked:
         x, given["where"] = jnp.concatenate([x, 0 * x + 7], -1), np.asarray([True, False])
     logs = jax.jit(partial(jaxnorm.log_softmax, logit_scale=options.get("logit_scale", 1.0), **given))
@@ -260,8 +256,7 @@ def test_the_slope_of_a_soft_cap(how, largest):
 
     dx = f64(jax.jit(partial(by_the_formula, labels=labels, cap=cap) if how == "formula" else gradient)(x))
     small = np.exp(-2 * np.abs(f64(x)) / cap)
-    z = cap * np.sign(f64(x)) * (1 - small) / (1 + small)
-    slope = 4 * small / (1 + small) ** 2
+    z, slope = cap * np.sign(f64(x)) * (1 - small) / (1 + small), 4 * small / (1 + small) ** 2
     _, _, dz, slack = exact_losses(z - z.max(-1, keepdims=True), np.asarray(labels))
     # A rounding of tanh is one of z.
     slack += np.exp(z - z.max(-1, keepdims=True)) * ROUNDING * 8 * cap

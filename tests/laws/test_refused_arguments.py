@@ -289,9 +289,7 @@ return_logsumexp: return_lse; positions: position_ids; frequencies: inv_freq; ro
 normalize: norm; q_scale: q_norm; k_scale: k_weight
 """
 SYNONYMS = {ours: names.split(", ") for ours, names in re.findall(r"(\w[^:;]*): ([^;\n]+)", NAMES)}
-MEANT = dict(re.findall(r"(\w+): (\w+)", MISTYPED)) | {
-    theirs: ours for ours, names in SYNONYMS.items() for theirs in names
-}
+MEANT = dict(re.findall(r"(\w+): (\w+)", MISTYPED)) | {name: ours for ours, names in SYNONYMS.items() for name in names}
 # What is to be done without an argument that no function like it has.
 INSTEAD = {
     "bias": "add it to (the result|an unquantised norm)",

@@ -48,9 +48,7 @@ def scanned(op, x, scale, bias):
     return jax.lax.scan(layer, x, length=3)[0].sum()
 
 
-@pytest.mark.parametrize(
-    ("model", "rows_of", "count"), [(stack, None, 3), (scanned, rows(16, 64), 1)], ids=["stack", "scan"]
-)
+@pytest.mark.parametrize(("model", "rows_of", "count"), [(stack, None, 3), (scanned, rows(16, 64), 1)])
 @pytest.mark.parametrize("op", NORMS, ids=str)
 def test_every_norm_of_a_model_is_one_call_each_way(op, model, rows_of, count):
     gradient = jax.grad(partial(model, op), (0, 1, 2))
@@ -79,8 +77,7 @@ def test_what_is_not_asked_for_changes_no_bit(op, argnums):
 
 @pytest.mark.parametrize("op", OPS, ids=str)
 def test_inference_writes_no_statistics(op):
-    args = op.draw(op.small)
-    function = partial(op.function, **op.small.options)
+    args, function = op.draw(op.small), partial(op.function, **op.small.options)
     (call,) = lowered_calls(function, op.forward, *args) if is_platform_with_kernels() else [None]
     expected = [result.size for result in jax.tree.leaves(jax.eval_shape(function, *args)) if result.ndim]
     expected = [len(args[0])] * op.values or expected

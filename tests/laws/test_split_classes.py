@@ -142,8 +142,7 @@ def test_what_rows_are(implementation):
 
 @pytest.mark.parametrize("implementation", [None, "xla"])
 def test_a_last_shard_of_padding(devices, implementation):
-    mesh = mesh_over_classes(devices)
-    x = jnp.asarray([[1.0, 2, 0, 1, 3, 1, -jnp.inf, -jnp.inf]])
+    mesh, x = mesh_over_classes(devices), jnp.asarray([[1.0, 2, 0, 1, 3, 1, -jnp.inf, -jnp.inf]])
     (z,) = placed(mesh, (x,), (P(None, "model"),))
     loss, dz = jax.jit(jax.value_and_grad(lambda z: LOSSES(z, np.asarray([1]), implementation=implementation).sum()))(z)
     share = np.exp(np.asarray(x, np.float64)) / np.exp(np.asarray(x, np.float64)).sum()

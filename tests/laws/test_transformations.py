@@ -33,8 +33,7 @@ from transformations import OF_EVERY_OPERAND, OF_WEIGHTS, POLICIES, TRANSFORMATI
 
 pytestmark = pytest.mark.jax_version
 
-DIMS = (6, 10)
-IN_WEIGHTS = "linear_transpose in the weights"
+DIMS, IN_WEIGHTS = (6, 10), "linear_transpose in the weights"
 ALL_OTHERS = tuple(name for name in TRANSFORMATIONS if name != IN_WEIGHTS)
 # Nothing but the operands is kept, so that a linear function of the weights runs no forward.
 OF_GATES = tuple(name for name in TRANSFORMATIONS if name not in ("linear_transpose", "grad of the weights"))
@@ -109,8 +108,7 @@ def names_of(op):
 
 @over([op for op in WITH_ARRAYS if op not in RMS], name=names_of)
 def test_of_every_operand(op, name):
-    transform = OF_EVERY_OPERAND.get(name) or operand_by_operand(op)[name]
-    args = op.draw(op.small)
+    transform, args = OF_EVERY_OPERAND.get(name) or operand_by_operand(op)[name], op.draw(op.small)
     ours, theirs = (transform(op, op.run(function)) for function in (op.differentiable, op.formula))
     assert_close(jax.jit(ours)(*args), jax.jit(theirs)(*args))
 
@@ -204,8 +202,7 @@ def test_donated_memory_may_hold_the_gradient():
 # The sum takes the donated buffer.
 @over([*ADDED, *QUANTIZED_SUMS], dtype=lambda op: ["bfloat16"])
 def test_a_donated_residual_becomes_the_sum(op, dtype):
-    args = op.draw(op.small, (dtype, "float32"))
-    function = op.run(op.function)
+    args, function = op.draw(op.small, (dtype, "float32")), op.run(op.function)
     expected = bits(jax.jit(function)(*args))
     compiled = jax.jit(function, donate_argnums=1).lower(*args).compile()
     rows, cols = op.small.dims
@@ -262,8 +259,7 @@ def test_called_from_several_threads(op):
 # A jnp norm converts weak types and NumPy arrays; so must these.
 @over(OPS, convert=lambda op: {"numpy": np.asarray, "jax": jnp.asarray})
 def test_arrays_of_numpy(op, convert):
-    args = op.draw(op.small)
-    function = op.run(op.function)
+    args, function = op.draw(op.small), op.run(op.function)
     assert bits(function(*map(convert, args))) == bits(function(*args))
 
 

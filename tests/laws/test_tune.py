@@ -346,8 +346,7 @@ def test_a_step_that_changes_its_arguments(times):
     assert jnp.array_equal(model.scale[...], jnp.ones(8))
 
 
-IS_A_TYPE = "is a jax.ShapeDtypeStruct"
-WITHIN = {"a": jax.ShapeDtypeStruct((), "int32")}
+IS_A_TYPE, WITHIN = "is a jax.ShapeDtypeStruct", {"a": jax.ShapeDtypeStruct((), "int32")}
 NO_FUNCTION = "the first argument must be a function, got .*; pass the function and its arguments apart"
 ERRORS = {
     "no function": (lambda: jaxnorm.tune(X), NO_FUNCTION),
@@ -492,10 +491,7 @@ def is_short(error, path=""):
 NO_FILE = "is no file that jaxnorm.tune's save wrote "
 CHANGES = {
     "device": (lambda file: file["where"].update(device="TPU v9"), "is for TPU v9, .* is .*; call jaxnorm.tune here"),
-    "jax": (
-        lambda file: file["where"]["versions"][0].__setitem__(1, "0.1"),
-        r"is for .*jax 0\.1, .*here is .*jax 0\.1\d",
-    ),
+    "jax": (lambda f: f["where"]["versions"][0].__setitem__(1, "0.1"), r"is for .*jax 0\.1, .*here is .*jax 0\.1\d"),
     "function": (lambda file: file["choices"].append(["norm", FORWARD, "xla"]), "no function 'norm'"),
     "call": (lambda file: file["calls"].append("layer_gnorm forward (x: float32[8])"), "no function 'layer_gnorm'"),
     "trial": (lambda file: file["trials"][0].update(function="layer_gnorm"), "no function 'layer_gnorm'"),
@@ -561,9 +557,7 @@ def test_a_malformed_file_is_named(tuned, path, new):
         try:
             jaxnorm.Tuned.load(path)
         except Exception as error:
-            is_said = isinstance(error, ValueError) and re.match(
-                f"^Tuned.load: {path} {NO_FILE}\\(.*\\)\\.$", str(error)
-            )
+            is_said = isinstance(error, ValueError) and re.match(rf"^Tuned.load: {path} {NO_FILE}\(.*\)\.$", str(error))
             if is_said is None and fits(place, before, new) and f"Tuned.load: {path} is for" in str(error):
                 continue
             in_python = re.search("unhashable|attribute|unpack|keyword|iterable|subscript|positional", str(error))

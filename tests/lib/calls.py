@@ -6,8 +6,7 @@ import jax.numpy as jnp
 
 import jaxnorm
 
-INT8 = jaxnorm.Quantization("int8")
-_LOSS = jaxnorm.softmax_cross_entropy_with_integer_labels
+INT8, _LOSS = jaxnorm.Quantization("int8"), jaxnorm.softmax_cross_entropy_with_integer_labels
 
 
 def _qkv_norm_rotary(x):

@@ -30,8 +30,7 @@ def by_position(function):
 NORMS = {"rms": by_position(jaxnorm.rms_norm), "layer": jaxnorm.layer_norm}
 ADDS = {"rms": by_position(jaxnorm.add_rms_norm), "layer": jaxnorm.add_layer_norm}
 DTYPES = ("float32", "bfloat16", "float16")
-ALONE = tuple((dtype,) for dtype in DTYPES)
-ALIKE = tuple((dtype, dtype) for dtype in DTYPES)
+ALONE, ALIKE = tuple((dtype,) for dtype in DTYPES), tuple((dtype, dtype) for dtype in DTYPES)
 # The dtypes of x and of the residual: the same, a wide stream that takes narrow parts, and the reverse.
 PAIRS = (*ALIKE, ("bfloat16", "float32"), ("float16", "float32"), ("float32", "bfloat16"))
 
@@ -83,14 +82,12 @@ draw_gate = _drawn("gate", 0.5, 4.0)  # beyond where sigmoid is 0 or 1 in a half
 draw_up = _drawn("up", -0.3, 2.0)
 draw_scale = _drawn("scale", 1.0, 0.3)
 draw_post_scale = _drawn("post_scale", 0.8, 0.2)
-draw_q_scale = draw_scale
-draw_k_scale = draw_post_scale
+draw_q_scale, draw_k_scale = draw_scale, draw_post_scale
 draw_bias = _drawn("bias", 0.1, 0.5)
 draw_branch_scale = _drawn("branch_scale", 0.5, 0.8)
 
 
 def operands(dims, dtype="float32", axes=1):
-    """x, scale and bias."""
     features = dims[len(dims) - axes :]
     return draw_x(dims, dtype), draw_scale(features, dtype), draw_bias(features, dtype)
 

@@ -37,7 +37,6 @@ def types(arrays, sharding=None):
 
 
 def compiled(function, *args, **options):
-    """The program for these types."""
     return optimised(jax.jit(function, **options).lower(*args))
 
 

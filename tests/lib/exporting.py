@@ -21,8 +21,7 @@ from jax import export
 
 import jaxnorm
 
-PLATFORMS = ("cpu", "cuda", "tpu")
-ARTEFACTS = Path(__file__).resolve().parents[1] / "artefacts"
+PLATFORMS, ARTEFACTS = ("cpu", "cuda", "tpu"), Path(__file__).resolve().parents[1] / "artefacts"
 WAYS = ("forward", "gradient")
 
 

@@ -23,8 +23,7 @@ from jaxnorm import Quantization
 # Rows with a vectorised part and a rest; three axes, as norms of several axes and of axes in the middle need.
 DIMS = (4, 6, 37)
 WIDE = (4, 6, 128)  # of one group of 128 and of two of 64
-NAMES = {"rms": "RMSNorm", "layer": "LayerNorm"}
-INT8 = Quantization("int8")
+NAMES, INT8 = {"rms": "RMSNorm", "layer": "LayerNorm"}, Quantization("int8")
 
 
 class Row(NamedTuple):

@@ -30,15 +30,11 @@ def own_promotion(arrays, *, dtype):
 
 
 class NamedLinear(flax.nnx.Linear):
-    """Flax's under another name and with another constructor."""
-
     def __init__(self, rngs):
         super().__init__(FEATURES, FEATURES, rngs=rngs)
 
 
 class ScaledLinear(flax.nnx.Linear):
-    """A subclass that computes something else."""
-
     def __call__(self, x):
         return 2 * super().__call__(x)
 
@@ -66,8 +62,6 @@ class Mixed(flax.nnx.Module):
 
 
 class ScaledDense(flax.linen.Dense):
-    """A subclass that computes something else."""
-
     @flax.linen.compact
     def __call__(self, inputs):
         return 2 * flax.linen.Dense(self.features, name="inner")(inputs)
@@ -101,8 +95,6 @@ class SubLinear(eqx.nn.Linear):
 
 
 class EquinoxMixed(eqx.Module):
-    """The like."""
-
     mlp: eqx.nn.MLP
     linear: eqx.nn.Linear
     scalar: eqx.nn.Linear
@@ -250,8 +242,7 @@ CHANGES = {
 OTHER = {"quantised": INT4, "computed in float8": Float8Recipe(power_of_two=True)}  # than the default
 CHANGED_BY = {f"{api} {done}": (api, done) for api in ("nnx", "linen") for done in CHANGES}
 CHANGED_BY["equinox quantised"] = ("equinox", "quantised")
-_OWN_CALL = "its __call__ is not Flax's"
-_BY_PRODUCT = ": give this one dot_general=recipe.dot_general"
+_OWN_CALL, _BY_PRODUCT = "its __call__ is not Flax's", ": give this one dot_general=recipe.dot_general"
 
 
 def own(what):

@@ -11,8 +11,7 @@ import numpy as np
 
 import jaxnorm
 
-IMPLEMENTATIONS = ("native", "xla")
-IGNORED = -100
+IMPLEMENTATIONS, IGNORED = ("native", "xla"), -100
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,8 +48,7 @@ def cross_entropy(where=None, labels=LABELS, *, has_scale=False, **options):
 
 
 HALF_IGNORED = jnp.asarray([0, IGNORED, 3, IGNORED, 5])
-SOME_IGNORED = {"labels": HALF_IGNORED, "ignore_index": IGNORED}
-SMOOTH = {"label_smoothing": 0.2, "z_loss": 0.1}
+SOME_IGNORED, SMOOTH = {"labels": HALF_IGNORED, "ignore_index": IGNORED}, {"label_smoothing": 0.2, "z_loss": 0.1}
 
 
 # A row of weight 0, and classes of which one is a label and does not count.

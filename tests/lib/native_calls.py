@@ -160,8 +160,7 @@ def native_calls_of(function: Callable, *args) -> list[Call]:
 
 def native_calls_of_op(op, dtype: str = "float32") -> list[Call]:
     """Of a row of the table: of the results alone, of which no gradient keeps the statistics, and with gradients."""
-    args = op.draw(op.small, [dtype] * op.arrays)
-    gradients = jax.value_and_grad(op.loss(), op.all)
+    args, gradients = op.draw(op.small, [dtype] * op.arrays), jax.value_and_grad(op.loss(), op.all)
     found = [*native_calls_of(op.run(op.function), *args), *native_calls_of(gradients, *args)]
     return list({repr(native): native for native in found}.values())
 

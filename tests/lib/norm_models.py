@@ -27,29 +27,21 @@ class GemmaNorm(flax.nnx.Module):
 
 
 class NamedNorm(flax.nnx.RMSNorm):
-    """Flax's under another name and with another constructor."""
-
     def __init__(self, rngs):
         super().__init__(FEATURES, rngs=rngs)
 
 
 class CentredNorm(flax.nnx.RMSNorm):
-    """A subclass that computes something else."""
-
     def __call__(self, x, mask=None):
         return super().__call__(x - x.mean(-1, keepdims=True), mask)
 
 
 class NamedEmbed(flax.nnx.Embed):
-    """Flax's under another name and with another constructor."""
-
     def __init__(self, rngs):
         super().__init__(DIMS[1], FEATURES, rngs=rngs)
 
 
 class ScaledEmbed(flax.nnx.Embed):
-    """A subclass that computes something else."""
-
     def __call__(self, inputs, out_sharding=None):
         return 2 * super().__call__(inputs, out_sharding)
 
@@ -133,15 +125,11 @@ class LinenNamedNorm(flax.linen.LayerNorm):
 
 
 class LinenScaledEmbed(flax.linen.Embed):
-    """A subclass that computes something else."""
-
     def __call__(self, inputs):
         return 2 * super().__call__(inputs)
 
 
 class LinenMixed(flax.linen.Module):
-    """The like of `Mixed`."""
-
     @flax.linen.compact
     def __call__(self, x):
         h = flax.linen.RMSNorm()(x)
@@ -198,8 +186,6 @@ class NormedBlock(eqx.Module):
 
 
 class EquinoxMixed(eqx.Module):
-    """The like of `Mixed`."""
-
     norm: eqx.nn.RMSNorm
     listed: list
     named: dict

@@ -184,13 +184,11 @@ class Op:
         return tuple(dtype and getattr(cases, f"draw_{name}")(shape, dtype) for name, shape, dtype in drawn)
 
     def shapes_at(self, size: Size) -> list[tuple]:
-        """Those of the operands."""
         dims = [*[size.dims] * self.arrays, *[size.weights] * len(self.weights)]
         same = {name: lambda shape: shape for name in self.operands}
         return [(same | self.shapes)[name](shape) for name, shape in zip(self.operands, dims, strict=True)]
 
     def types(self, size: Size, dtype="float32") -> tuple:
-        """The operands as shapes."""
         return tuple(jax.ShapeDtypeStruct(shape, dtype) for shape in self.shapes_at(size))
 
     def exact_results(self, *args, **options) -> list:

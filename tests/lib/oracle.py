@@ -29,8 +29,7 @@ def f64(array) -> np.ndarray:
 
 def spacing(values: np.ndarray, dtype) -> np.ndarray:
     """The distance of neighbouring numbers of ``dtype`` at each value."""
-    info = ml_dtypes.finfo(dtype)
-    exponent = np.frexp(np.where(np.isfinite(values), values, 0))[1] - 1
+    info, exponent = ml_dtypes.finfo(dtype), np.frexp(np.where(np.isfinite(values), values, 0))[1] - 1
     return np.ldexp(1.0, np.maximum(exponent, info.minexp) - info.nmant)
 
 

@@ -24,8 +24,7 @@ def asked_for(function):
 
 QUANTIZED = {"rms": asked_for(jaxnorm.rms_norm_quantized), "layer": asked_for(jaxnorm.layer_norm_quantized)}
 LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}
-OF_ARRAYS = {**LARGEST, "int4": 7.0, "float4_e2m1fn": 6.0}
-STATIC_SCALE = 0.013
+OF_ARRAYS, STATIC_SCALE = {**LARGEST, "int4": 7.0, "float4_e2m1fn": 6.0}, 0.013
 # Keywords of Quantization: what shares a scale.
 GRANULARITIES = {
     "token": {},
@@ -90,8 +89,7 @@ def assert_same(actual, expected):
     for a, e in zip(actual, expected, strict=True):
         a, e = np.asarray(a), np.asarray(e)
         assert (a.shape, a.dtype) == (e.shape, e.dtype)
-        bits = f"u{a.dtype.itemsize}"
-        is_nan = np.isnan(e.astype(np.float32))
+        bits, is_nan = f"u{a.dtype.itemsize}", np.isnan(e.astype(np.float32))
         np.testing.assert_array_equal(np.isnan(a.astype(np.float32)), is_nan)
         np.testing.assert_array_equal(np.where(is_nan, 0, a.view(bits)), np.where(is_nan, 0, e.view(bits)))
 
@@ -158,7 +156,6 @@ def assert_exact(kind, to, x, scale=None, bias=None, smooth=None, residual=None,
 
 
 def sum_of(x, residual, branch_scale=1.0):
-    """By NumPy."""
     wide = np.float64 if "float64" in (x.dtype, residual.dtype) else np.float32
     branch = np.asarray(branch_scale, wide) * np.asarray(x, wide)
     return array(branch + np.asarray(residual, wide), residual.dtype)

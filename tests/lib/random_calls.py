@@ -22,9 +22,7 @@ from jaxnorm import Quantization
 
 # Around whole vectors, warps and blocks, and what lies between; some meshes divide them, all do and none does.
 COLS = (1, 3, 4, 5, 7, 8, 12, 16, 17, 24, 31, 33, 64, 64, 65, 100, 127, 128, 128, 129, 256, 257, 384, 1000, 1021)
-LENGTHS = (1, 2, 3, 4, 5, 7, 8, 8, 8)
-HEADS = (1, 2, 3, 4, 8)
-GROUPS = (1, 2, 3, 5, 8)
+LENGTHS, HEADS, GROUPS = (1, 2, 3, 4, 5, 7, 8, 8, 8), (1, 2, 3, 4, 8), (1, 2, 3, 5, 8)
 # A row that is split over so many devices may have nothing finite on one of them.
 PARTS = (2, 4, 8)
 IGNORED = -100
@@ -106,8 +104,7 @@ class Draw(NamedTuple):
 def of_table(draw: Draw) -> Call:
     """An op with dtypes of its arrays and of its weights, some of them absent, and options."""
     op = draw.pick(draw.pick(KINDS_OF_OPS))
-    dtypes = draw.pick(op.dtypes)
-    size = _size(op, draw)
+    dtypes, size = draw.pick(op.dtypes), _size(op, draw)
     drawn = op.draw(size, dtypes, tuple(draw.pick((dtypes[0], None, *DTYPES)) for _ in op.weights))
 
     def of_given(function: Callable) -> Callable:
@@ -255,8 +252,7 @@ def linear_cross_entropy(draw: Draw) -> Call:
     options = _loss_options(draw)
     if draw.chance(0.3):
         operands["logit_scale"] = jnp.float32(options.pop("logit_scale"))
-    reduction = draw.pick(("mean", "sum", "none"))
-    mask = operands.get("where")
+    reduction, mask = draw.pick(("mean", "sum", "none")), operands.get("where")
     of_rows = ("x", "labels", "row_weights", *["where"] * (mask is not None and mask.ndim == len(lead) + 1))
     return _call(
         jaxnorm.linear_cross_entropy,
@@ -367,8 +363,7 @@ def lookup(draw: Draw) -> Call:
 def segment_sum(draw: Draw) -> Call:
     """Some of the rows are in no segment."""
     shape, segments = (draw.pick((*LENGTHS, 100)), *draw.rows(), draw.pick(COLS)), draw.pick((1, *GROUPS, 40))
-    is_sorted = draw.chance(0.3)
-    ids = draw.rng.integers(-1, segments + 2, shape[0])
+    is_sorted, ids = draw.chance(0.3), draw.rng.integers(-1, segments + 2, shape[0])
     operands = {
         "data": draw.floats(shape, draw.pick(DTYPES)),
         "segment_ids": jnp.asarray(np.sort(ids) if is_sorted else ids, "int32"),

@@ -43,8 +43,7 @@ def gradient_error(actual, exact, law: dict[str, float], size=None) -> float:
     further from the exact values than the law's average, however they were made: no result is asked to be better than
     the exact values rounded once.
     """
-    actual = np.asarray(actual)
-    size = np.linalg.norm(exact if size is None else size)
+    actual, size = np.asarray(actual), np.linalg.norm(exact if size is None else size)
     limit = law[actual.dtype.name] * size
     if actual.dtype != np.float32:
         limit = max(limit, np.linalg.norm(f64(round_to(exact, actual.dtype)) - exact) + law["float32"] * size)

@@ -187,22 +187,10 @@ TRANSFORMATIONS = {
 
 # What treats weights or leading axes in a way of its own.
 OF_WEIGHTS = (
-    "grad of the weights",
-    "vjp",
-    "linearize",
-    "linear_transpose in the weights",
-    "linear_transpose of vjp",
-    "hessian",
-    "vmap over scale",
-    "vmap over x and scale",
-    "vmap over everything",
-    "vmap of grad",
-    "vmap of every grad",
-    "vmap of every grad of everything",
-    "grad of vmap over scale",
-    "grad of scan",
-    "grad of scan of checkpoint",
-    "map over rows",
+    *("grad of the weights", "vjp", "linearize", "linear_transpose in the weights", "linear_transpose of vjp"),
+    *("hessian", "vmap over scale", "vmap over x and scale", "vmap over everything", "vmap of grad"),
+    *("vmap of every grad", "vmap of every grad of everything", "grad of vmap over scale"),
+    *("grad of scan", "grad of scan of checkpoint", "map over rows"),
 )
 
 

@@ -93,8 +93,7 @@ def test_a_malformed_call(name):
 
 
 def of_product(rows=ROWS, cols=32, depth=COLS, x_dtype=E4M3, dtype=E4M3, to=BF16, bias=True):
-    y = {0: struct(rows, cols, dtype=to)}
-    x = {0: struct(rows, depth, dtype=x_dtype), 1: struct(rows, 1)}
+    y, x = {0: struct(rows, cols, dtype=to)}, {0: struct(rows, depth, dtype=x_dtype), 1: struct(rows, 1)}
     weights = {2: struct(cols, depth, dtype=dtype), 3: struct(cols, 1)}
     return DOT.but(x | weights | {4: struct(cols, dtype=to) if bias else None}, y, has_bias=bias)
 
@@ -250,8 +249,7 @@ def test_without_examples_the_gradients_of_weights_are_zeros():
 def test_a_gradient_of_one_scale_alone(op):
     native = of(op, "backward")
     wanted = [name for name in native.attributes if name.startswith("with_d")]
-    last = {"with_dscale", "with_dk_scale"}
-    others = dict.fromkeys(range(len(wanted) - 1), None)
+    last, others = {"with_dscale", "with_dk_scale"}, dict.fromkeys(range(len(wanted) - 1), None)
     alone = native.but(results=others, **{name: name in last for name in wanted})
     assert len(alone.run()) == 1 + len(WORKSPACE)
 

@@ -51,8 +51,7 @@ def test_what_is_there(info):
 
 @pytest.mark.needs("kernels")
 def test_the_default_call_is_native(info):
-    platform = {"cpu": "cpu", "gpu": "cuda"}[jax.default_backend()]
-    report = call(info)
+    platform, report = {"cpu": "cpu", "gpu": "cuda"}[jax.default_backend()], call(info)
     assert (report["implementation"], report["platform"]) == ("native", platform)
 
 
@@ -63,8 +62,7 @@ def test_every_op_is_native(info, op):
     assert (report["op"], report["implementation"]) == (op, "native")
 
 
-TO = ("float8_e4m3fn", "float8_e5m2", "int8")
-QUANTIZED = "--op rms_norm_quantized --shape 8x64 --out-dtype"
+TO, QUANTIZED = ("float8_e4m3fn", "float8_e5m2", "int8"), "--op rms_norm_quantized --shape 8x64 --out-dtype"
 OF_LOSS = "--op linear_cross_entropy --shape 8x16 --columns 100"
 OF_LOOKUP = "--op embedding --shape 2x8x16 --columns 100 --out-dtype bfloat16"
 OF_SUMS = "--op segment_sum --shape 8x2x16 --columns 5"

@@ -115,8 +115,7 @@ PADDED = tuple(padded(kind) for kind in KINDS)
 WITH_SUMS = (*ADDED, sandwich())
 
 
-ops = pytest.mark.parametrize("op", ADDED, ids=str)
-with_sums = pytest.mark.parametrize("op", WITH_SUMS, ids=str)
+ops, with_sums = pytest.mark.parametrize("op", ADDED, ids=str), pytest.mark.parametrize("op", WITH_SUMS, ids=str)
 SIZE = rows(12, 80)
 
 # A loss that depends on y, on the sum, on both.

@@ -209,8 +209,7 @@ def test_vmap(axes, what):
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "int32", "uint32", "int64", "uint64"])
 def test_labels_of_every_dtype(dtype):
-    x = draw_x((6, 300))
-    labels = np.asarray([0, 1, 2, 100, 126, 127], dtype)
+    x, labels = draw_x((6, 300)), np.asarray([0, 1, 2, 100, 126, 127], dtype)
     with jax.enable_x64(True):
         losses = cross_entropy(x, labels)
     np.testing.assert_array_equal(losses, cross_entropy(x, labels.astype("int32")))
@@ -417,8 +416,7 @@ def test_labels_that_are_sharded_unlike_logits(devices):
 
 
 def test_a_row_has_its_bits_wherever_its_label_is():
-    x = jnp.tile(draw_x((1, 100)), (5, 1))
-    labels = jnp.asarray([3, 3, 99, 0, 3])
+    x, labels = jnp.tile(draw_x((1, 100)), (5, 1)), jnp.asarray([3, 3, 99, 0, 3])
     losses = jax.jit(cross_entropy)(x, labels)
     assert bits(losses[0]) == bits(losses[1]) == bits(losses[4])
 

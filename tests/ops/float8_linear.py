@@ -96,8 +96,7 @@ def test_operands_are_rounded_as_numpy_does(power_of_two, dtype, scaling):
         axes = (axis,) if scaling == "row" else tuple(range(-array.ndim, 0))
         values, scales = array_by_numpy(array, to_float8, axes)
         is_zero = np.abs(np.asarray(array, np.float32)).max(axes, keepdims=True) == 0
-        scales = np.where(is_zero, np.float32(0), scales)
-        actual = jax.jit(partial(function, spec))(array)
+        scales, actual = np.where(is_zero, np.float32(0), scales), jax.jit(partial(function, spec))(array)
         if jax.default_backend() == "cpu":
             assert_same([actual.values, actual.scales], [values, scales])
         else:  # XLA for GPUs decides how exactly it divides: by the scale's last bits, and so the other way from halves
@@ -153,8 +152,7 @@ def test_powers_of_two_are_exact(dtype):
     with digits(all_of_them=True):
         actual = step(Float8Recipe(power_of_two=True), x, kernel, bias, dy)
     plain = partial(jnp.matmul, preferred_element_type=np.float32, precision="highest")
-    y = (plain(x, kernel) + bias.astype(np.float32)).astype(dtype)
-    dx = plain(dy, kernel.T).astype(dtype)
+    y, dx = (plain(x, kernel) + bias.astype(np.float32)).astype(dtype), plain(dy, kernel.T).astype(dtype)
     dw = plain(x.reshape(-1, DEPTH).T, dy.reshape(-1, COLUMNS)).astype(dtype)
     db = dy.astype(np.float32).sum((0, 1)).astype(dtype)
     for a, e in zip(actual, (y, dx, dw, db), strict=True):

@@ -189,8 +189,7 @@ MOST[BF16] = {key: 8 * value for key, value in MOST[F16].items()} | {"dx": 2.1e-
 
 
 def operands_of(case):
-    rng = np.random.default_rng(0)
-    channels = case.shape[-1]
+    rng, channels = np.random.default_rng(0), case.shape[-1]
     x = (rng.normal(size=case.shape) + case.mean).astype(case.x)
     shape = (case.shape[0], channels) if case.per_example else (channels,)
     scale, bias = (None if w in case.absent else rng.normal(size=shape).astype(case.weight) for w in ("scale", "bias"))
@@ -242,8 +241,7 @@ def test_accuracy(name):
 def test_an_example_has_the_same_bits_alone(shape):
     case = Case(shape, 4, "gelu", per_example=True)
     args = operands_of(case)
-    together = native_gradients(case, *args)
-    one = case._replace(shape=(1, *shape[1:]))
+    together, one = native_gradients(case, *args), case._replace(shape=(1, *shape[1:]))
     for example in (0, 3):
         alone = native_gradients(one, *(a[example : example + 1] for a in args))
         for a, b in zip(alone, together, strict=True):

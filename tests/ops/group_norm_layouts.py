@@ -23,8 +23,7 @@ from ops.group_norm import GROUP_NORMS
 pytestmark = pytest.mark.jax_version
 
 EXAMPLES, CHANNELS = 4, 12
-DIMS = (EXAMPLES, 6, 5, CHANNELS)
-AXIS_TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+DIMS, AXIS_TYPES = (EXAMPLES, 6, 5, CHANNELS), {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 norm = partial(jaxnorm.group_norm, num_groups=3, activation="silu")
 
 

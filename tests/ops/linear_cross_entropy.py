@@ -18,8 +18,7 @@ pytestmark = [pytest.mark.any_code, pytest.mark.usefixtures("exact_products")]
 linear_cross_entropy = jaxnorm.linear_cross_entropy
 cross_entropy = jaxnorm.softmax_cross_entropy_with_integer_labels
 DIMS, CLASSES, IGNORED = (4, 6, 16), 40, -100
-REDUCTIONS = ("mean", "sum", "none")
-OPTIONS = {"label_smoothing": 0.1, "z_loss": 1e-2, "soft_cap": 3.0}
+REDUCTIONS, OPTIONS = ("mean", "sum", "none"), {"label_smoothing": 0.1, "z_loss": 1e-2, "soft_cap": 3.0}
 NAMES = ("x", "kernel", "bias", "row_weights", "logit_scale")  # what there are gradients of
 # Which of the operands a call has beside x and kernel; a scale that is none is a Python number.
 GIVEN = {"all": NAMES[2:], **{name: (name,) for name in NAMES[2:]}, "none": ()}
@@ -226,7 +225,6 @@ def vmap_over(name, f):
 
 
 def along(f, moving):
-    """The values and their tangents."""
     return jax.jvp(f, (moving,), (jax.tree.map(jnp.cos, moving),))
 
 

@@ -136,8 +136,7 @@ def test_rows_over_devices(devices, axis_type, spec, kernel_spec):
 
     actual, expected, text = steps_on(mesh, step, (moving, labels), ({"x": spec, "kernel": kernel_spec}, spec))
     assert_near(actual, expected)
-    whole = 4 * 16 * 256
-    found = collectives(text)
+    whole, found = 4 * 16 * 256, collectives(text)
     if any(mesh.shape[name] > 1 for axes in spec if axes for name in axes):
         # XLA for GPUs leaves each of b's devices its part of the sum where that is wanted.
         summed = found["all-reduce"] + mesh.shape["b"] * found.get("reduce-scatter", 0)

@@ -64,9 +64,7 @@ def norm(kind):
         exact=exact,
         exact_gradients=exact_gradients,
         small=rows(6, 10),
-        sizes=tuple(
-            map(size_of, (*shapes.MODELS, *shapes.DECODE, *shapes.ODD, *shapes.RANKS, *shapes.grid(itemsize=4)))
-        ),
+        sizes=(*map(size_of, (*shapes.MODELS, *shapes.DECODE, *shapes.ODD, *shapes.RANKS, *shapes.grid(itemsize=4))),),
         # 0 is a legal epsilon; 1e-12 is BERT's, 1e-5 Llama's, 1 is seen in the output's first digit.
         options=(
             *({"epsilon": epsilon} for epsilon in (0.0, 1e-12, 1e-5, 1.0)),
@@ -319,9 +317,7 @@ def test_heads_of_a_shape(shape, axes, lead, expected):
     assert weights.heads_of(shape, axes, lead) == expected
 
 
-DIMS = (6, 5, 160)
-HALF = ("bfloat16", "float16")
-IMPLEMENTATIONS = ("native", "xla", None)
+DIMS, HALF, IMPLEMENTATIONS = (6, 5, 160), ("bfloat16", "float16"), ("native", "xla", None)
 
 
 def of_hub(kind, x, scale, bias=None, *, scale_offset=0.0, out_dtype="float32"):

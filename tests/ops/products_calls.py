@@ -17,9 +17,7 @@ from ops.products import E4M3
 
 X, KERNEL, BIAS = draw("x", (2, 3, 64)), draw("kernel", (64, 48)), draw("bias", (48,))
 Q8, TO_INT8 = quantize(X, E4M3), to("int8")
-W = KERNEL.T
-KERNEL_8 = quantize_kernel(KERNEL, TO_INT8)
-AXES_OF_DOT = (((2,), (0,)), ((), ()))
+W, KERNEL_8, AXES_OF_DOT = KERNEL.T, quantize_kernel(KERNEL, TO_INT8), (((2,), (0,)), ((), ()))
 TENSOR, ONE_SCALE = Float8Recipe("tensor"), "the recipe has one scale for each tensor"
 NATIVE = {"implementation": "native"}
 BAD_LINEAR = {

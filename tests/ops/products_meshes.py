@@ -273,8 +273,7 @@ def product(x, weights, bias):
 
 
 def split_operands(mesh, of_x, of_weights, args):
-    columns = P(*[*of_weights][:1])
-    of_x = jaxnorm.Quantized(of_x, P(*[*of_x][:2]))
+    columns, of_x = P(*[*of_weights][:1]), jaxnorm.Quantized(of_x, P(*[*of_x][:2]))
     of_weights = jaxnorm.Quantized(of_weights, columns, transposed=True)
     return jax.device_put(args, jax.tree.map(partial(NamedSharding, mesh), (of_x, of_weights, columns)))
 
@@ -329,7 +328,6 @@ def test_uneven_parts(parts):
         ]
         return jaxnorm.quantized_dot(*put, out_dtype="float32")
 
-    y = jax.jit(split)(x, weights)
-    of_outputs = -(-65 // mesh.shape["b"])
+    y, of_outputs = jax.jit(split)(x, weights), -(-65 // mesh.shape["b"])
     assert parts == [((3 if mesh.shape["a"] > 1 else 2, 66), (of_outputs, 66))]
     assert_near(y, jaxnorm.quantized_dot(x, weights, out_dtype="float32"))

@@ -15,9 +15,7 @@ from quantizing import E5M2, GRANULARITIES, OF_ARRAYS, QUANTIZED, array_by_numpy
 import jaxnorm
 from jaxnorm import Quantization, Quantized, quantize, quantize_kernel
 
-SHARED = ("token", "tensor", "groups of 64")
-DIMS = (5, 3, 192)
-BY_ROW = {"scales_layout": "row"}
+SHARED, DIMS, BY_ROW = ("token", "tensor", "groups of 64"), (5, 3, 192), {"scales_layout": "row"}
 COLUMNS = {**E5M2, **GRANULARITIES["groups of 64"], "scales_layout": "column"}
 MX = Quantization("float8_e4m3fn", "group", 32, scales_dtype="float8_e8m0fnu")
 
@@ -215,8 +213,7 @@ def test_a_scaled_product():
 @each_function
 @pytest.mark.parametrize("scales", [{}, {"scales_dtype": "float8_e8m0fnu"}], ids=["float32", "exponents"])
 def test_scales_by_column(scales, function):
-    x = draw_x((4, 6, 192))
-    to = {**COLUMNS, **scales}
+    x, to = draw_x((4, 6, 192)), {**COLUMNS, **scales}
     ours, expected = (jax.jit(function, static_argnums=1)(x, Quantization(**of)) for of in (to, to | BY_ROW))
     assert ours.scales.shape == (3, 4, 6)
     assert_same([ours.values, ours.scales], [expected.values, jnp.moveaxis(expected.scales, -1, 0)])

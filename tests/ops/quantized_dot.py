@@ -148,8 +148,7 @@ LONG = [
 def long_operands(cols, kernel_dtype, dims=(2,), outputs=3):
     """Integers of which some rows have the largest products of either sign throughout, the others any."""
     random = np.random.default_rng(cols)
-    x = random.integers(-128, 128, (*dims, cols)).astype(np.int8)
-    least = int(jnp.iinfo(kernel_dtype).min)
+    x, least = random.integers(-128, 128, (*dims, cols)).astype(np.int8), int(jnp.iinfo(kernel_dtype).min)
     kernel = random.integers(least, -least, (outputs, cols)).astype(np.int8)
     x[..., 0, :], kernel[0], kernel[1] = -128, least, -least - 1
     return x, kernel

@@ -112,8 +112,7 @@ def quantized_sum(kind, granularity, to):
     )
 
 
-X = jnp.ones((3, 4, 256))
-FIRST = {"gate_first": True}
+X, FIRST = jnp.ones((3, 4, 256)), {"gate_first": True}
 
 
 def with_gate(calls):

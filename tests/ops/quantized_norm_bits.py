@@ -143,8 +143,7 @@ def test_every_option_and_edge_is_exact(kind, to, name, implementation):
 @cover(kind=KINDS, dtype=DTYPES, dims=[(2500, 4096), (40_000, 128), (9000, 1024)])
 def test_few_rows_among_many_with_a_scale_of_negative_zeros(kind, dtype, dims):
     x, scale, _, smooth = draw_operands(dims, dtype)
-    scale = scale.at[::7].set(-0.0)
-    function = quantize(kind, Quantization("float8_e4m3fn"))
+    scale, function = scale.at[::7].set(-0.0), quantize(kind, Quantization("float8_e4m3fn"))
     few, many = function(x[5:9], scale, None, smooth), function(x, scale, None, smooth)
     assert bits((few.values, few.scales)) == bits((many.values[5:9], many.scales[5:9]))
 

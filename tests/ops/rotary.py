@@ -24,8 +24,7 @@ import jaxnorm
 
 pytestmark = pytest.mark.jax_version
 
-NORMS = {True: "rms", "rms": "rms", "layer": "layer", False: "no"}
-STATISTICS = {"rms": 1, "layer": 2, "no": 0}
+NORMS, STATISTICS = {True: "rms", "rms": "rms", "layer": "layer", False: "no"}, {"rms": 1, "layer": 2, "no": 0}
 TABLES = ("sizes", "backward_sizes", "lengths", "many")
 # Of the sine and cosine, which lie within 1: two units in the last place.
 ANGLES = 2.0**-22
@@ -169,7 +168,6 @@ def counts(packed):
 
 
 def parts(qkv):
-    """Queries, keys and values."""
     heads, kv_heads = counts(qkv.shape[-2]).values()
     return qkv[..., :heads, :], qkv[..., heads : heads + kv_heads, :], qkv[..., heads + kv_heads :, :]
 
@@ -263,8 +261,7 @@ ROTARY = (rotary_per_head("layer", interleaved=True, partial=True), rotary(True)
 
 
 B, T, H, K, D = 2, 6, 4, 2, 16
-PACKED = H + 2 * K
-NORMALIZE = ["rms", "layer", False]
+PACKED, NORMALIZE = H + 2 * K, ["rms", "layer", False]
 
 
 def draw_qk(dims=(B, T), dtype="float32", heads=(H, K)):

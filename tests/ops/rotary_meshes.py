@@ -194,8 +194,7 @@ def test_heads_over_an_explicit_axis_of_one_device(devices, flat, normalize):
 def test_each_device_has_a_product_of_its_own_heads(devices):
     mesh = mesh_of(devices, AxisType.Auto)
     shards = mesh.shape["b"]
-    by_device = draw("qkv", (8, 4, shards, PACKED, D))
-    scales = draw_scales()
+    by_device, scales = draw("qkv", (8, 4, shards, PACKED, D)), draw_scales()
 
     def split(x, *scales):
         return jax.tree.map(lambda y: y[:, :, None], of_heads(x[:, :, 0], *scales))

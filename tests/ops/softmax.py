@@ -219,7 +219,6 @@ def finite(function):
 
 
 def derivatives(function, x):
-    """The result and the gradient."""
     return function(x), jax.grad(lambda x: jnp.sin(function(x)).sum())(x)
 
 
@@ -343,8 +342,7 @@ def test_offset_and_window(name, offset, window, rows, with_where, traced):
 # As in decoding: each row with what was before it is that of the whole.
 @cover(name=list(OURS), window=[None, 3])
 def test_rows_one_by_one(name, window):
-    x = draw_x((2, 6, 6))
-    of = partial(OURS[name], causal=True, window=window)
+    x, of = draw_x((2, 6, 6)), partial(OURS[name], causal=True, window=window)
     _, rows = jax.lax.scan(lambda at, row: (at + 1, of(row[:, None], offset=at)[:, 0]), 0, jnp.moveaxis(x, 1, 0))
     assert bits(jnp.moveaxis(rows, 0, 1)) == bits(jax.jit(of)(x))
 
