@@ -150,7 +150,7 @@ def decoder(model, tokens):
 
 
 def port_norms(model):
-    """The norms alone."""
+    """The norms alone, and the embedding."""
     return jaxnorm.replace_layers(model, {RMSNorm: norm})
 
 

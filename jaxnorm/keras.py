@@ -1,11 +1,14 @@
-"""Keras 3's norms on jaxnorm's kernels, by its JAX backend: change the import line, keep the model and its files."""
+"""Keras 3's norms and Embedding on jaxnorm's kernels, by its JAX backend: change the import line, keep the model."""
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
 
 from jaxnorm.flax import replacement
 from jaxnorm.ops import misuse
+from jaxnorm.ops.embedding.api import embedding
 from jaxnorm.ops.group_norm.api import group_norm
 from jaxnorm.ops.norm.api import layer_norm, rms_norm
 from jaxnorm.reports import Report
@@ -28,7 +31,7 @@ if keras.config.backend() != "jax":
         f"variable KERAS_BACKEND=jax before Keras is imported."
     )
 
-__all__ = ["GroupNormalization", "LayerNormalization", "RMSNormalization", "replace_layers"]
+__all__ = ["Embedding", "GroupNormalization", "LayerNormalization", "RMSNormalization", "replace_layers"]
 
 if not TYPE_CHECKING:
     __getattr__ = misuse.no_attribute(__name__)
@@ -107,32 +110,57 @@ class GroupNormalization(keras.layers.GroupNormalization):
         return group_norm(inputs, gamma, beta, channel_axis=axis, **keywords)
 
 
-# Keras' norms, and what each of them becomes.
-OURS: dict[type, type] = {getattr(keras.layers, cls.__name__): cls for cls in (LayerNormalization, RMSNormalization)}
-OURS[keras.layers.GroupNormalization] = GroupNormalization
-# Norms of Keras that this package has no kernels for, and the preprocessing that goes by that name.
+@keras.saving.register_keras_serializable(package="jaxnorm")
+class Embedding(keras.layers.Embedding):
+    """`keras.layers.Embedding` with the same config, weights, mask and result, by `jaxnorm.embedding`.
+
+    The rows have Keras' bits, with NaN where an index is out of range; negative ones count from the end, and those that
+    are no integers are truncated. The gradient of the table is summed in float32, in the same order in each run, and
+    rounded once. LoRA, quantised tables, and dtypes other than float32, bfloat16 and float16 are computed by Keras' own
+    code. Files are loaded as `LayerNormalization` says.
+    """
+
+    def call(self, inputs: Any) -> Any:
+        if not isinstance(inputs, jax.Array | np.ndarray) or _why_no_lookup(self) is not None:
+            return super().call(inputs)
+        ids = _tensor(inputs) if inputs.dtype in ("int32", "int64") else keras.ops.cast(inputs, "int32")
+        return embedding(_tensor(self.embeddings), ids, dtype=self.compute_dtype)
+
+    def quantize(self, mode: Any = None, type_check: bool = True, config: Any = None) -> None:
+        # Keras quantises no subclasses, as they might compute something else.
+        super().quantize(mode, type_check=type_check and type(self) is not Embedding, config=config)
+
+
+# Keras' layers, and what each of them becomes.
+OURS: dict[type, type] = {
+    getattr(keras.layers, cls.__name__): cls
+    for cls in (Embedding, GroupNormalization, LayerNormalization, RMSNormalization)
+}
+# Norms of Keras that this package has no kernels for, the preprocessing that goes by that name, and an Embedding that
+# multiplies by its table, too.
 OTHERS = tuple(getattr(keras.layers, f"{name}Normalization") for name in ("Batch", "Unit", "Spectral", ""))
+OTHERS += (keras.layers.ReversibleEmbedding,)
 
 
 def replace_layers(model: Any) -> tuple[Any, Report]:
-    """Puts jaxnorm's norms into a model of Keras, in place and at any depth.
+    """Puts jaxnorm's norms and Embedding into a model of Keras, in place and at any depth.
 
         model, report = jaxnorm.keras.replace_layers(model)
 
-    Each `keras.layers.LayerNormalization`, `RMSNormalization` and `GroupNormalization` becomes one of `jaxnorm.keras`,
-    in functional, sequential and subclassed models, built or not. The layers stay the same objects with the same
-    variables; results agree within rounding. A compiled model stays compiled: its functions for fit, evaluate and
-    predict are made again. Call it on the outermost model, which has these; a `jax.jit` of one's own that has run
-    already keeps its program. A file that is saved afterwards names jaxnorm's classes.
+    Each `keras.layers.LayerNormalization`, `RMSNormalization`, `GroupNormalization` and `Embedding` becomes one of
+    `jaxnorm.keras`, in functional, sequential and subclassed models, built or not. The layers stay the same objects
+    with the same variables; results agree within rounding. A compiled model stays compiled: its functions for fit,
+    evaluate and predict are made again. Call it on the outermost model, which has these; a `jax.jit` of one's own that
+    has run already keeps its program. A file that is saved afterwards names jaxnorm's classes.
 
-    Left are norms of other kinds, subclasses, and norms whose options or dtypes no kernel serves.
+    Left are norms of other kinds, subclasses, and layers whose options or dtypes no kernel serves.
 
     Args:
       model: a `keras.Model` or another layer.
 
     Returns:
-      The same model and a `jaxnorm.reports.Report`: `replaced` has (path, class) of each norm that was replaced, `left`
-      has (path, class, why) of each that was not.
+      The same model and a `jaxnorm.reports.Report`: `replaced` has (path, class) of each layer that was replaced,
+      `left` has (path, class, why) of each that was not.
 
     Raises:
       TypeError: model is no layer of Keras.
@@ -144,11 +172,13 @@ def replace_layers(model: Any) -> tuple[Any, Report]:
     for layer in layers:
         cls = type(layer)
         if cls in OURS:
-            why = _why_never(layer)
+            why = (_why_no_lookup if cls is keras.layers.Embedding else _why_never)(layer)
         elif (why := replacement.why_subclass(cls, OURS, OTHERS)) is None:
             continue
         if why is None:
             object.__setattr__(layer, "__class__", OURS[cls])
+            if cls is keras.layers.Embedding:  # to which its method was bound when it was made
+                layer.quantize = partial(_quantize, layer.quantize)
         report.add(tuple((layer.path or layer.name).split("/")), cls, why)
     for layer in layers:
         _make_functions_again(layer)
@@ -162,6 +192,21 @@ def _why_never(layer: Any) -> str | None:
         return "no kernel serves rms_scaling"
     why = replacement.why_epsilon(layer.epsilon) or replacement.why_dtypes(*dtypes)
     return why and f"no kernel serves {why}"
+
+
+def _why_no_lookup(layer: Any) -> str | None:
+    """Why Keras' own code computes the calls of an Embedding; None if ours does."""
+    if layer.quantization_mode is not None:
+        return f"its table is quantised to {layer.quantization_mode}"
+    if layer.lora_rank:
+        return "it has LoRA"
+    why = replacement.why_dtypes(layer.compute_dtype, layer.variable_dtype)
+    return why and f"no kernel serves {why}"
+
+
+def _quantize(of_keras: Any, mode: Any = None, type_check: bool = True, **options: Any) -> None:
+    """The `quantize` of an Embedding that has become one of ours."""
+    of_keras(mode, type_check=False, **options)
 
 
 def _is_served(layer: Any, x: Any, parameters: tuple[Any, ...]) -> bool:

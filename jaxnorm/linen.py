@@ -1,9 +1,8 @@
-"""`flax.linen`'s norms on jaxnorm's kernels: change the import line, keep the model and its checkpoints."""
+"""`flax.linen`'s norms and Embed on jaxnorm's kernels: change the import line, keep the model and its checkpoints."""
 
 from typing import TYPE_CHECKING
 
 from jaxnorm.flax.compare import linen_compare_layers as compare_layers
-from jaxnorm.flax.linen_activations import GatedActivation
 from jaxnorm.flax.linen_float8 import using_float8
 from jaxnorm.flax.linen_groups import GroupNorm, InstanceNorm
 from jaxnorm.flax.linen_linear import using_quantized
@@ -17,6 +16,7 @@ from jaxnorm.flax.linen_norms import (
     QuantizedRMSNorm,
     RMSNorm,
 )
+from jaxnorm.flax.linen_others import Embed, GatedActivation
 from jaxnorm.flax.linen_quantize import quantize_linears
 from jaxnorm.flax.linen_replace import using_layers
 from jaxnorm.ops import misuse
@@ -24,6 +24,7 @@ from jaxnorm.ops import misuse
 __all__ = [
     "AddLayerNorm",
     "AddRMSNorm",
+    "Embed",
     "GatedActivation",
     "GatedRMSNorm",
     "GroupNorm",

@@ -1,8 +1,7 @@
-"""`flax.nnx`'s norms on jaxnorm's kernels: change the import line, keep the model and its checkpoints."""
+"""`flax.nnx`'s norms and Embed on jaxnorm's kernels: change the import line, keep the model and its checkpoints."""
 
 from typing import TYPE_CHECKING
 
-from jaxnorm.flax.nnx_activations import GatedActivation
 from jaxnorm.flax.nnx_float8 import Float8Linear
 from jaxnorm.flax.nnx_groups import GroupNorm, InstanceNorm
 from jaxnorm.flax.nnx_linear import QuantizedLinear, QuantizedParam
@@ -16,12 +15,14 @@ from jaxnorm.flax.nnx_norms import (
     QuantizedRMSNorm,
     RMSNorm,
 )
+from jaxnorm.flax.nnx_others import Embed, GatedActivation
 from jaxnorm.flax.nnx_replace import replace_layers, restore_layers
 from jaxnorm.ops import misuse
 
 __all__ = [
     "AddLayerNorm",
     "AddRMSNorm",
+    "Embed",
     "Float8Linear",
     "GatedActivation",
     "GatedRMSNorm",

@@ -14,7 +14,7 @@ from jaxnorm.reports import Comparison, Report
 
 
 def replace_layers(model: Any, custom: Custom | None = None) -> tuple[Any, Report]:
-    """Puts jaxnorm's norms into a model of `flax.nnx`, in place: `jaxnorm.nnx.replace_layers`, which see.
+    """Puts jaxnorm's norms and Embed into a model of `flax.nnx`, in place: `jaxnorm.nnx.replace_layers`, which see.
 
         >>> from flax import nnx
         >>> model, report = replace_layers(nnx.LayerNorm(8, rngs=nnx.Rngs(0)))
@@ -60,7 +60,7 @@ def compare_layers(model: Any, *args: Any, loss: Loss | None = None, **kwargs: A
 
     Raises:
       TypeError: model is no module of flax.nnx that can be called, an array has no values, or loss is no function.
-      ValueError: no norm of the model was replaced, or results have other shapes than with its own norms.
+      ValueError: no layer of the model was replaced, or results have other shapes than with its own norms.
     """
     from jaxnorm.flax import compare as of_flax  # Flax is optional
 

@@ -34,7 +34,7 @@ class Within(NamedTuple):
 
 @dataclasses.dataclass
 class Report:
-    """Which norms, or linear layers, of a model were replaced, and which were left, and why.
+    """Which norms and embeddings, or linear layers, of a model were replaced, and which were left, and why.
 
     `within` are those within a module that a mapping names. Its function may compute them itself or call them, and then
     they run as replaced or, with a reason in `why`, as their own code. The paths are those of the parameters, the

@@ -75,14 +75,15 @@ def test_train_float8(tmp_path):
 SMALL_GEMMA = ["train_gemma.py", "--dtype", "float32", "--steps", "3", "--tokens", "32", "--soft-cap", "30"]
 NEIGHBOURS = "1 x cross_entropy_bwd, 1 x cross_entropy_fwd, 2 x qk_norm_rotary_bwd, 2 x qk_norm_rotary_fwd"
 NORMS = "4 x rms_norm_add_rms_norm_bwd, 4 x rms_norm_add_rms_norm_fwd, 1 x rms_norm_bwd, 1 x rms_norm_fwd"
-EVERY = f"{NEIGHBOURS}, {NORMS}"
+EMBED = "1 x segment_sum"
+EVERY = f"{NEIGHBOURS}, {NORMS}, {EMBED}"
 MESHES = ["--batch", "1", "--ways", "jaxnorm", "--mesh", "4x2", "1x1"]
 # On devices that the CPU simulates both ways train alike; on a mesh of several, by one process and by two, as on one.
 HOW = {
     "two devices": (["--batch", "2", "--mesh", "2x1"], ["none", EVERY]),
     "two processes": ([*MESHES, "--processes", "2"], [EVERY, EVERY]),
     # Norms of split rows are the formula, but for what is gathered.
-    "hidden": ([*MESHES, "--split-hidden"], [f"{NEIGHBOURS}, 1 x rms_norm_bwd", EVERY]),
+    "hidden": ([*MESHES, "--split-hidden"], [f"{NEIGHBOURS}, 1 x rms_norm_bwd, {EMBED}", EVERY]),
 }
 
 
@@ -137,7 +138,8 @@ def test_every_way_of_train_gemma_has_one_loss_and_one_gradient(train_gemma):
     if is_platform_with_kernels():
         assert no_calls == {}
         norms = 6 * LAYERS + 1
-        assert found["norms"][1] == {"jaxnorm_rms_norm_fwd": norms, "jaxnorm_rms_norm_bwd": norms}
+        calls = {"jaxnorm_rms_norm_fwd": norms, "jaxnorm_rms_norm_bwd": norms, "jaxnorm_segment_sum": 1}
+        assert found["norms"][1] == calls
 
 
 def test_every_way_of_train_gemma_in_bfloat16_is_as_close_to_float32_as_flaxs(train_gemma):

@@ -1,12 +1,14 @@
-"""Equinox' norms, computed by the functions of this package."""
+"""Equinox' norms and Embedding, computed by the functions of this package."""
 
 from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 
 from jaxnorm.flax import replacement
+from jaxnorm.ops.embedding.api import embedding
 from jaxnorm.ops.group_norm.api import group_norm
 from jaxnorm.ops.norm.api import layer_norm, rms_norm
 
@@ -65,13 +67,31 @@ class GroupNorm(eqx.nn.GroupNorm):
         return _with_state(y[0], state)
 
 
+class Embedding(eqx.nn.Embedding):
+    """`equinox.nn.Embedding` with the same constructor, field and result, by `jaxnorm.embedding`.
+
+        x = jax.vmap(Embedding(50_257, 768, key=key))(ids)
+
+    The rows have Equinox' bits. As there negative indices count from the end, and what is out of range is the first or
+    the last row, in the gradient too. That is summed in float32, in the same order in each run, and rounded once. Under
+    `jax.vmap` over x, in any depth, it stays one native call. Weights of other dtypes than float32, bfloat16 and
+    float16, and indices that are no array of integers, are computed by Equinox' own code.
+    """
+
+    def __call__(self, x: Any, *, key: Any = None) -> jax.Array:
+        if not _is_index(x) or why_never(self) is not None or self.weight.ndim != 2 or not len(self.weight):
+            return super().__call__(x)
+        rows: jax.Array = embedding(self.weight, _clamped(x, self.weight.shape[0]))
+        return rows
+
+
 def why_never(module: Any) -> str | None:
-    """Why no kernel serves any call of a norm of Equinox; None if that depends on the call."""
-    weights = {name: array for name in ("weight", "bias") if (array := getattr(module, name)) is not None}
+    """Why no kernel serves any call of a layer of Equinox; None if that depends on the call."""
+    weights = {name: array for name in ("weight", "bias") if (array := getattr(module, name, None)) is not None}
     if why := why_no_arrays(weights):
         return why
     dtypes = [weight.dtype for weight in weights.values()]
-    why = replacement.why_epsilon(module.eps) or replacement.why_dtypes(*dtypes)
+    why = replacement.why_epsilon(getattr(module, "eps", 0.0)) or replacement.why_dtypes(*dtypes)
     return why and f"no kernel serves {why}"
 
 
@@ -96,3 +116,15 @@ def _of_shape(module: Any, x: jax.Array, norm: Callable[..., jax.Array]) -> jax.
 def _with_state(y: jax.Array, state: Any) -> Any:
     """The result, and the state of a `StateIndex` beside it where the call was given one."""
     return y if state is _NO_STATE else (y, state)
+
+
+def _is_index(x: Any) -> bool:
+    """Whether x is a scalar that is not cast before it counts, as uint32 is."""
+    if not isinstance(x, jax.Array) or x.shape or not jnp.issubdtype(x.dtype, jnp.integer):
+        return False
+    return jnp.issubdtype(x.dtype, jnp.signedinteger) or x.dtype.itemsize < 4
+
+
+def _clamped(x: jax.Array, length: int) -> jax.Array:
+    x = x if x.dtype.itemsize >= 4 else x.astype(jnp.int32)
+    return jnp.clip(jnp.where(x < 0, x + length, x), 0, length - 1)

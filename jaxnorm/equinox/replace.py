@@ -1,4 +1,4 @@
-"""How a model of Equinox gets jaxnorm's norms and quantised linear layers."""
+"""How a model of Equinox gets jaxnorm's norms, Embedding and quantised linear layers."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,7 @@ import jax
 from jax.typing import DTypeLike
 
 from jaxnorm.equinox.linear import QuantizedLinear, why_left
-from jaxnorm.equinox.norms import GroupNorm, LayerNorm, RMSNorm, why_never
+from jaxnorm.equinox.norms import Embedding, GroupNorm, LayerNorm, RMSNorm, why_never
 from jaxnorm.flax import replacement
 from jaxnorm.flax.quantizations import pair
 from jaxnorm.flax.replacement import Only
@@ -16,8 +16,13 @@ from jaxnorm.ops.misuse import explained
 from jaxnorm.quantization import Quantization
 from jaxnorm.reports import Path, Report
 
-# Equinox' norms, and what each of them becomes.
-OURS: dict[type, type] = {eqx.nn.RMSNorm: RMSNorm, eqx.nn.LayerNorm: LayerNorm, eqx.nn.GroupNorm: GroupNorm}
+# Equinox' layers, and what each of them becomes.
+OURS: dict[type, type] = {
+    eqx.nn.Embedding: Embedding,
+    eqx.nn.GroupNorm: GroupNorm,
+    eqx.nn.LayerNorm: LayerNorm,
+    eqx.nn.RMSNorm: RMSNorm,
+}
 # Norms of Equinox that this package has no kernels for.
 OTHERS = (eqx.nn.BatchNorm, eqx.nn.SpectralNorm, eqx.nn.WeightNorm)
 # Layers of Equinox with weights that are not quantised.
@@ -25,22 +30,22 @@ OTHER_LAYERS = (eqx.nn.Conv, eqx.nn.ConvTranspose, eqx.nn.Embedding)
 
 
 def replace_layers(model: Any) -> tuple[Any, Report]:
-    """A model with jaxnorm's norms in place of Equinox', at any depth.
+    """A model with jaxnorm's norms and Embedding in place of Equinox', at any depth.
 
         model, report = jaxnorm.equinox.replace_layers(model)
 
-    Each `equinox.nn.RMSNorm`, `LayerNorm` and `GroupNorm` becomes one of `jaxnorm.equinox` with the same fields, in
-    stacked layers too, so that paths of `equinox.tree_at` and saved leaves stay; results agree within rounding. Modules
-    are frozen: the model that was given stays as it is.
+    Each `equinox.nn.RMSNorm`, `LayerNorm`, `GroupNorm` and `Embedding` becomes one of `jaxnorm.equinox` with the same
+    fields, in stacked layers too, so that paths of `equinox.tree_at` and saved leaves stay; results agree within
+    rounding. Modules are frozen: the model that was given stays as it is.
 
-    Left are norms of other kinds, subclasses, norms whose weights are no arrays, as those that `equinox.nn.Shared` ties
-    to others', and norms whose epsilon or dtypes no kernel serves.
+    Left are norms of other kinds, subclasses, layers whose weights are no arrays, as those that `equinox.nn.Shared`
+    ties to others', and layers whose epsilon or dtypes no kernel serves.
 
     Args:
       model: a module, or a list, dict or other pytree of modules.
 
     Returns:
-      The new model and a `jaxnorm.reports.Report`: `replaced` has (path, class) of each norm that was replaced,
+      The new model and a `jaxnorm.reports.Report`: `replaced` has (path, class) of each layer that was replaced,
       `left` has (path, class, why) of each that was not.
 
     Raises:
@@ -50,10 +55,10 @@ def replace_layers(model: Any) -> tuple[Any, Report]:
     def why(_: Path, module: Any) -> str | None:
         return why_never(module) if type(module) in OURS else _why_class(module)
 
-    def is_norm(module: Any) -> bool:
+    def is_meant(module: Any) -> bool:
         return type(module) in OURS or _why_class(module) is not None
 
-    return _replaced("replace_layers", model, is_norm, why, _become)
+    return _replaced("replace_layers", model, is_meant, why, _become)
 
 
 @explained
@@ -156,13 +161,13 @@ def _step(key: Any) -> Any:
 
 
 def _become(module: Any) -> Any:
-    """A norm of Equinox as ours, with the same fields."""
-    norm: Any = object.__new__(OURS[type(module)])
+    """A layer of Equinox as ours, with the same fields."""
+    ours: Any = object.__new__(OURS[type(module)])
     for name, value in vars(module).items():
-        object.__setattr__(norm, name, value)
-    return norm
+        object.__setattr__(ours, name, value)
+    return ours
 
 
 def _why_class(module: Any) -> str | None:
-    """Why a module that is no norm of Equinox is left. None if it is no norm at all."""
+    """Why a module that is none of `OURS` is left. None if it is neither a norm nor an Embedding."""
     return replacement.why_subclass(type(module), OURS, OTHERS)

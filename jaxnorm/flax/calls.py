@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from jaxnorm.flax.replacement import why_dtypes as why_dtypes
 from jaxnorm.ops import checks
+from jaxnorm.ops.embedding.api import embedding
 from jaxnorm.ops.norm.added_api import add_layer_norm, add_rms_norm
 from jaxnorm.ops.norm.api import layer_norm, rms_norm
 from jaxnorm.ops.norm.checks import check_branch_scale
@@ -180,6 +181,40 @@ def function_axes(module: FlaxNorm, x: jax.Array, mask: object, what: str) -> tu
             f"Give both alike."
         )
     return checks.check_axes(type(module).__name__, reduction, x.ndim)
+
+
+def looked_up(module: Any, table: jax.Array, ids: Any, out_sharding: Any = None) -> jax.Array | None:
+    """The rows of ids that an Embed of Flax gives, or None where Flax's own code computes them."""
+    implementation = getattr(module, "implementation", None)
+    if (why := why_flax_looks_up(module, table, ids)) is not None:
+        if implementation == "native" and _are_integers(ids):
+            raise not_served(module, why)
+        return None
+    if module.num_embeddings == 1:  # whose row Flax broadcasts, whatever the ids are
+        rows = jnp.broadcast_to(jnp.asarray(table, jnp.float32), (*ids.shape, module.features))
+        return rows.astype(table.dtype if module.dtype is None else module.dtype)
+    return embedding(table, ids, dtype=module.dtype, out_sharding=out_sharding, implementation=implementation)
+
+
+def why_never_looked_up(module: Any) -> str | None:
+    """Why Flax's own code computes every call of an Embed; None if that depends on the call."""
+    flaxs = (linen if isinstance(module, linen.Module) else nnx.nn).dtypes.promote_dtype
+    return None if module.promote_dtype is flaxs else "promote_dtype"
+
+
+def why_flax_looks_up(module: Any, table: jax.Array, ids: Any) -> str | None:
+    """Why Flax's own code computes a call of an Embed; None if `looked_up` does."""
+    if (why := why_never_looked_up(module)) is not None:
+        return why
+    if not _are_integers(ids):
+        return "ids that are no integers"  # for which Flax has an error
+    if table.ndim != 2:
+        return f"a table of {table.ndim} axes"
+    return why_dtypes(table.dtype, *([] if module.dtype is None else [module.dtype]))
+
+
+def _are_integers(ids: Any) -> bool:
+    return hasattr(ids, "dtype") and jnp.issubdtype(ids.dtype, jnp.integer)
 
 
 def not_served(module: object, why: str) -> RuntimeError:

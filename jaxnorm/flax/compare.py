@@ -1,4 +1,4 @@
-"""`compare_layers`: a model of Flax with its own norms and with those that replaced them."""
+"""`compare_layers`: a model of Flax with its own layers and with those that replaced them."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -39,7 +39,8 @@ def compare_layers(model: Any, args: Any, loss: Loss | None, kwargs: Any) -> Com
     _, restored = nnx_replace.restore_layers(own)
     if not restored.replaced:
         raise ValueError(
-            f"compare_layers: no norm of {type(model).__name__} was replaced: call jaxnorm.replace_layers(model) first."
+            f"compare_layers: no layer of {type(model).__name__} was replaced: call jaxnorm.replace_layers(model) "
+            f"first."
         )
     definition, *variables = nnx.split(model, _is_trained, ...)
     of_own, of_model = (partial(nnx.merge, graph) for graph in (nnx.graphdef(own), definition))
@@ -78,7 +79,7 @@ def linen_compare_layers(
     Raises:
       TypeError: module is no module of flax.linen, variables have no "params", an argument has no values, or loss is
         no function.
-      ValueError: no norm of the model is replaced.
+      ValueError: no layer of the model is replaced.
     """
     _check_library(module)
     if not isinstance(module, linen.Module):
@@ -107,7 +108,7 @@ def linen_compare_layers(
     jax.eval_shape(lambda params: replaced(params, others)(*args, **kwargs), variables["params"])
     if not reports[0].replaced:
         raise ValueError(
-            f"compare_layers: no norm of {type(module).__name__} is replaced; give custom={{Class: function}} for "
+            f"compare_layers: no layer of {type(module).__name__} is replaced; give custom={{Class: function}} for "
             f"norms of its own:\n{reports[0]}"
         )
     return compared(own, replaced, (variables["params"], others, args, kwargs), loss)

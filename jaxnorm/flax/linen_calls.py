@@ -16,6 +16,11 @@ def default_scale_init(key: Any, shape: Any, dtype: Any) -> jax.Array:
     return linen.initializers.ones(key, shape, dtype)
 
 
+def arguments(x: Any, *, mask: jax.Array | None = None) -> tuple[jax.Array, jax.Array | None]:
+    """Those of a call of a norm of Flax."""
+    return jnp.asarray(x), mask
+
+
 def why_flax(module: Any, x: jax.Array, mask: jax.Array | None, *addend: jax.Array) -> str | None:
     """Why Flax's own code computes `module(x)`, or the norm of a sum that is like x, of which these are the rest."""
     return calls.why_flax(module, x, mask, given(module), dtypes(module, x, *addend))

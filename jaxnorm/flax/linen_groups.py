@@ -53,6 +53,7 @@ class _Groups(linen.Module):
     scale_offset: float = field(default=0.0, kw_only=True)
     implementation: Implementation | None = field(default=None, kw_only=True)
 
+    _arguments = staticmethod(linen_calls.arguments)
     _why_flax = staticmethod(_why_flax)
     _fused = staticmethod(grouped)
 

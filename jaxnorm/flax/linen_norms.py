@@ -33,7 +33,8 @@ class _Options(linen.Module):
     multiply_before_cast: bool = field(default=True, kw_only=True)
     implementation: Implementation | None = field(default=None, kw_only=True)
 
-    # What computes a call of one of these or of Flax's norm, and why Flax has to.
+    # The arguments of a call of one of these or of Flax's norm, what computes it, and why Flax has to.
+    _arguments = staticmethod(linen_calls.arguments)
     _why_flax = staticmethod(linen_calls.why_flax)
 
     @classmethod

@@ -1,12 +1,9 @@
-"""How the models of `flax.linen` get the norms of `jaxnorm.linen`."""
+"""How the models of `flax.linen` get the norms and the Embed of `jaxnorm.linen`."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
-
-import jax
-import jax.numpy as jnp
 
 from jaxnorm.flax import known, replacement
 from jaxnorm.flax.calls import linen
@@ -14,10 +11,12 @@ from jaxnorm.flax.formula import Own
 from jaxnorm.flax.linen_groups import GroupNorm, InstanceNorm
 from jaxnorm.flax.linen_layers import Nested, intercepted
 from jaxnorm.flax.linen_norms import LayerNorm, RMSNorm
+from jaxnorm.flax.linen_others import Embed
 from jaxnorm.reports import Report
 
-# Flax's norms, and what computes a call of each.
+# Flax's layers, and what computes a call of each.
 OURS: dict[type, type] = {
+    linen.Embed: Embed,
     linen.RMSNorm: RMSNorm,
     linen.LayerNorm: LayerNorm,
     linen.GroupNorm: GroupNorm,
@@ -29,15 +28,15 @@ _nested = Nested()
 
 
 def using_layers(custom: replacement.Custom | None = None) -> contextlib._GeneratorContextManager[Report]:
-    """Computes the norms of all models that are called, or traced, within.
+    """Computes the norms and embeddings of all models that are called, or traced, within.
 
         with jaxnorm.linen.using_layers({GemmaNorm: lambda norm, x: rms_norm(x, norm.scale)}) as report:
             logits = model.apply(variables, tokens)
 
-    Each `flax.linen.RMSNorm`, `LayerNorm`, `GroupNorm` and `InstanceNorm` is computed as one of `jaxnorm.linen` is.
-    Modules, parameters, their names and checkpoints stay the same, `init` within makes the same parameters, and results
-    agree within rounding. Left to their own code are norms of other kinds, classes with a `__call__` of their own, and
-    calls that no kernel serves, as with a mask. What counts is where a program is traced.
+    Each `flax.linen.RMSNorm`, `LayerNorm`, `GroupNorm`, `InstanceNorm` and `Embed` is computed as one of
+    `jaxnorm.linen` is. Modules, parameters, their names and checkpoints stay the same, `init` within makes the same
+    parameters, and results agree within rounding. Left to their own code are norms of other kinds, classes with a
+    `__call__` of their own, and calls that no kernel serves, as with a mask. What counts is where a program is traced.
 
     Args:
       custom: classes of the model's own, and for each the function of a module and its arguments that computes it. It
@@ -46,7 +45,7 @@ def using_layers(custom: replacement.Custom | None = None) -> contextlib._Genera
         subclass goes with its base unless it has a `__call__` of its own.
 
     Yields:
-      A `jaxnorm.reports.Report` that fills while calls are traced: `replaced` has (path, class) of each norm that was
+      A `jaxnorm.reports.Report` that fills while calls are traced: `replaced` has (path, class) of each layer that was
       replaced, `left` (path, class, why) of each that was not; of alike calls one, and none that was traced before.
 
     Raises:
@@ -81,11 +80,11 @@ def _interceptor(report: Report, custom: Any, classes: set[type]) -> Callable[..
             # A function may only read parameters, so the model's own code makes them.
             if not initialises:
                 compute = partial(function, module, *args, **kwargs)
-        elif norm := replacement.find(cls, OURS):
-            x, mask = _arguments(*args, **kwargs)
-            why = norm._why_flax(module, x, mask)
+        elif ours := replacement.find(cls, OURS):
+            arguments = ours._arguments(*args, **kwargs)
+            why = ours._why_flax(module, *arguments)
             if not why:
-                compute = partial(norm._fused, module, x, mask)
+                compute = partial(ours._fused, module, *arguments)
             why = why and f"no kernel serves {why}"
         elif own := _own(module):
             why = own if isinstance(own, str) else None
@@ -115,8 +114,3 @@ def _line(module: Any) -> str:
     parameters = {} if module.scope is None else module.variables.get("params", {})
     names = [name for name, value in parameters.items() if not isinstance(value, Mapping)]
     return replacement.line_of(type(module), names or ["scale"], 'norm.get_variable("params", "{}")')
-
-
-def _arguments(x: Any, *, mask: jax.Array | None = None) -> tuple[jax.Array, jax.Array | None]:
-    """The arguments of a norm of Flax."""
-    return jnp.asarray(x), mask

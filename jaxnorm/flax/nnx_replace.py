@@ -1,4 +1,4 @@
-"""How a model of `flax.nnx` gets the norms of `jaxnorm.nnx`, and its own norms back."""
+"""How a model of `flax.nnx` gets the norms and the Embed of `jaxnorm.nnx`, and its own layers back."""
 
 import functools
 from collections.abc import Callable
@@ -11,18 +11,20 @@ from jaxnorm.flax.calls import linen, nnx
 from jaxnorm.flax.formula import Own
 from jaxnorm.flax.nnx_groups import GroupNorm, InstanceNorm
 from jaxnorm.flax.nnx_norms import LayerNorm, RMSNorm
+from jaxnorm.flax.nnx_others import Embed
 from jaxnorm.reports import Path, Report
 
-# Flax's norms, and what each of them becomes.
+# Flax's layers, and what each of them becomes.
 OURS: dict[type, type] = {
+    nnx.Embed: Embed,
     nnx.RMSNorm: RMSNorm,
     nnx.LayerNorm: LayerNorm,
     nnx.GroupNorm: GroupNorm,
     nnx.InstanceNorm: InstanceNorm,
 }
 FLAXS = {ours: flaxs for flaxs, ours in OURS.items()}
-# Which options the constructors of ours set, and Flax's do not.
-OF_CONSTRUCTOR = "scale_offset"
+# Options that the constructors of ours set, and Flax's do not.
+OF_CONSTRUCTOR = {"scale_offset", "implementation"}
 # Norms of Flax that this package has no kernels for.
 OTHERS = (nnx.BatchNorm, nnx.SpectralNorm, nnx.WeightNorm)
 
@@ -32,14 +34,14 @@ class _Custom:
 
 
 def replace_layers(model: Any, custom: replacement.Custom | None = None) -> tuple[Any, Report]:
-    """Puts jaxnorm's norms into a model, in place and at any depth.
+    """Puts jaxnorm's norms and embeddings into a model, in place and at any depth.
 
         model, report = replace_layers(model, {GemmaNorm: lambda norm, x: rms_norm(x, norm.scale[...])})
 
-    Each `flax.nnx.RMSNorm`, `LayerNorm`, `GroupNorm` and `InstanceNorm` becomes one of `jaxnorm.nnx`, in stacked layers
-    too. The modules stay the same objects with the same parameters; results agree within rounding.
+    Each `flax.nnx.RMSNorm`, `LayerNorm`, `GroupNorm`, `InstanceNorm` and `Embed` becomes one of `jaxnorm.nnx`, in
+    stacked layers too. The modules stay the same objects with the same parameters; results agree within rounding.
 
-    Left are norms of other kinds, classes with a `__call__` of their own, and norms whose options or dtypes no kernel
+    Left are norms of other kinds, classes with a `__call__` of their own, and layers whose options or dtypes no kernel
     serves. What is not part of the model's graph, as a module in a closure, is not found.
 
     Args:
@@ -48,8 +50,8 @@ def replace_layers(model: Any, custom: replacement.Custom | None = None) -> tupl
         subclass goes with its base unless it has a `__call__` of its own.
 
     Returns:
-      The same model and a `jaxnorm.reports.Report`: `replaced` has (path, class) of each norm that was replaced, `left`
-      (path, class, why) of each that was not, `within` both, within a module that a function of custom computes.
+      The same model and a `jaxnorm.reports.Report`: `replaced` has (path, class) of each layer that was replaced,
+      `left` (path, class, why) of each that was not, `within` both, within a module that a function of custom computes.
 
     Raises:
       TypeError: model is of `flax.linen`, or has no module of flax.nnx, or custom maps something else than classes to
@@ -66,8 +68,8 @@ def replace_layers(model: Any, custom: replacement.Custom | None = None) -> tupl
         if function := replacement.find(cls, functions):
             new, why = _with_call(cls, function), None
             computed.append(path)
-        elif norm := replacement.find(cls, OURS):
-            new, why = OURS.get(cls) or with_base(cls, norm), _why_left(module, norm)
+        elif ours := replacement.find(cls, OURS):
+            new, why = OURS.get(cls) or with_base(cls, ours), _why_left(module, ours)
         elif own := _own(module):
             new, why = (cls, own) if isinstance(own, str) else (_with_call(cls, own), None)
         elif why := _why_class(module):
@@ -86,11 +88,12 @@ def restore_layers(model: Any) -> tuple[Any, Report]:
 
         model, report = restore_layers(model)
 
-    Each module, a norm or a class of a mapping, gets the class back that it had, and with it results bit for bit, its
-    graph definition, and what was compiled for it. Modules and parameters stay the same objects. Copies, and what
-    pickle or `nnx.merge` made of a model that was changed, are restored alike.
+    Each module, a layer of Flax or a class of a mapping, gets the class back that it had, and with it results bit for
+    bit, its graph definition, and what was compiled for it. Modules and parameters stay the same objects. Copies, and
+    what pickle or `nnx.merge` made of a model that was changed, are restored alike.
 
-    Norms that the model's author made from `jaxnorm.nnx` stay, as does one of Flax that has a `scale_offset` since.
+    Layers that the model's author made from `jaxnorm.nnx` stay, as does one of Flax that has a `scale_offset` or an
+    `implementation` since.
 
     Args:
       model: a module, or a list, dict or other pytree of modules.
@@ -120,7 +123,7 @@ def _own_class(module: Any) -> type:
     cls: type = type(module)
     while (before := class_before(cls)) is not None:
         cls = before
-    return cls if OF_CONSTRUCTOR in vars(module) else FLAXS.get(cls, cls)
+    return FLAXS.get(cls, cls) if OF_CONSTRUCTOR.isdisjoint(vars(module)) else cls
 
 
 def modules_of(function: str, model: Any, linen_remedy: str) -> list[tuple[Path, Any]]:
@@ -163,10 +166,10 @@ def _why_class(module: Any) -> str | None:
     return replacement.why_class(cls, (_Custom, *OURS.values()), OURS, OTHERS, line)
 
 
-def _why_left(module: Any, norm: Any) -> str | None:
-    """Why a norm of Flax stays one; None if kernels serve some calls of it."""
+def _why_left(module: Any, ours: Any) -> str | None:
+    """Why a layer of Flax stays one; None if kernels serve some calls of it."""
     dtypes = [leaf.dtype for leaf in jax.tree.leaves(nnx.state(module))]
-    why = norm._why_never(module) or calls.why_dtypes(*dtypes, *([module.dtype] if module.dtype else []))
+    why = ours._why_never(module) or calls.why_dtypes(*dtypes, *([module.dtype] if module.dtype else []))
     return why and f"no kernel serves {why}"
 
 
@@ -181,9 +184,9 @@ def _with_call(cls: type, function: Callable[..., Any]) -> type:
 
 
 @functools.cache
-def with_base(cls: type, norm: type) -> type:
-    """`cls`, a subclass of Flax's norm with its `__call__`, with that of ours."""
-    return _subclass(cls, (cls, norm), {}, with_base, norm)
+def with_base(cls: type, ours: type) -> type:
+    """`cls`, a subclass of Flax's layer with its `__call__`, with that of ours."""
+    return _subclass(cls, (cls, ours), {}, with_base, ours)
 
 
 def _subclass(

@@ -97,23 +97,24 @@ def _defines_call(cls: type) -> type | None:
 
 
 def why_class(
-    cls: type, ours: tuple[type, ...], norms: Iterable[type], others: tuple[type, ...], line: Callable[[], str]
+    cls: type, ours: tuple[type, ...], flaxs: Iterable[type], others: tuple[type, ...], line: Callable[[], str]
 ) -> str | None:
-    """Why a module of a class that no table has is left. None if it is no norm.
+    """Why a module of a class that no table has is left. None if it is neither a norm nor an Embed.
 
-    `ours` are norms of this package, `norms` are Flax's that it replaces, `others` those of which it has no kernel;
+    `ours` are layers of this package, `flaxs` are Flax's that it replaces, `others` norms of which it has no kernel;
     `line` gives the `line_of` the module.
     """
     if issubclass(cls, ours):
         return OURS_ALREADY
     if issubclass(cls, others):
         return "jaxnorm has no such norm"
-    if issubclass(cls, tuple(norms)) or "norm" in cls.__name__.lower():
+    bases = [base for base in flaxs if issubclass(cls, base)]
+    if any("norm" in of.__name__.lower() for of in (cls, *bases)):
         return (
             f"its __call__ is not Flax's: if it is a norm, say what it computes, as by custom={{{line()}}}, and check "
             f"that by compare_layers"
         )
-    return None
+    return "its __call__ is not Flax's" if bases else None
 
 
 def line_of(cls: type, parameters: Sequence[str], read: str) -> str:
@@ -133,14 +134,14 @@ def line_of(cls: type, parameters: Sequence[str], read: str) -> str:
 
 
 def why_subclass(cls: type, ours: Mapping[type, type], others: tuple[type, ...]) -> str | None:
-    """Why a layer stays of its class, where only the classes that `ours` maps are replaced. None if it is no norm.
+    """Why a layer stays of its class, where only the classes that `ours` maps are replaced. None if it is none.
 
-    `others` are the library's norms of which there is no kernel.
+    `others` are the library's layers that have no like in this package.
     """
     if issubclass(cls, tuple(ours.values())):
         return OURS_ALREADY
-    if issubclass(cls, others):
-        return "jaxnorm has no such norm"
+    if other := next((other for other in others if issubclass(cls, other)), None):
+        return f"jaxnorm has no such {'norm' if 'norm' in other.__name__.lower() else 'layer'}"
     if norm := next((norm for base, norm in ours.items() if issubclass(cls, base)), None):
         library = ".".join(norm.__module__.split(".")[:2])
         return f"it is a class of the model's own: derive {cls.__name__} from {library}.{norm.__name__}"

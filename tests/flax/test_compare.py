@@ -129,7 +129,7 @@ gradient         2 ms        1 ms    -50 %                 0.5, of first.kernel"
 
 RESHAPED, INTEGERS = {GemmaNorm: lambda norm, x: x[0]}, {Doubled: lambda model, x: jnp.zeros(DIMS, int)}
 SHAPES = r".*arrays of shapes \[\(4, 16\)\], and with its own norms \[\(3, 4, 16\)\]"
-UNCHANGED = r".*no norm of Doubled was replaced: call jaxnorm\.replace_layers\(model\) first"
+UNCHANGED = r".*no layer of Doubled was replaced: call jaxnorm\.replace_layers\(model\) first"
 NO_FLOATS = ".*the model gives no floating array: pass loss"
 LAYER, DENSE = flax.linen.LayerNorm(), flax.linen.Dense(2)
 compare, linen_compare = jaxnorm.compare_layers, jaxnorm.linen.compare_layers
@@ -159,7 +159,7 @@ ERRORS = {
     ),
     "nothing to replace": (
         lambda x: linen_compare(DENSE, DENSE.init(jax.random.key(0), x), x),
-        ValueError("no norm of Dense is replaced; give custom="),
+        ValueError("no layer of Dense is replaced; give custom="),
     ),
 }
 

@@ -5,14 +5,16 @@ import pickle
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from cases import bits, draw_x
-from flax_apis import assert_calls, assert_close
+from cases import DTYPES, bits, draw, draw_x
+from coverage import cover
+from flax_apis import assert_calls, assert_close, assert_gradients_close, assert_same, integers, sums
 from library_models import FEATURES
-from native import native_calls
+from native import is_platform_with_kernels, native_calls
 from norm_models import EquinoxMixed
 
-from jaxnorm.equinox import QuantizedLinear, RMSNorm, quantize_linears, replace_layers
+from jaxnorm.equinox import Embedding, QuantizedLinear, RMSNorm, quantize_linears, replace_layers
 
 pytestmark = pytest.mark.jax_version
 
@@ -112,3 +114,89 @@ def test_what_has_no_arrays_is_left(leaf, name):
     assert len(report.replaced) == (0 if leaf is not None else 6)
     expected = {f"its weight is no array but a {name}"} if leaf is not None else set()
     assert {why for *_, why in report.left} == expected
+
+
+# Of seven rows, with some from the end and some out of range, for which Equinox has the first or the last row.
+ROWS = 7
+INDICES = jnp.asarray([0, 3, 3, 6, -1, -7, 7, 100, -8, -100])
+
+
+def embeddings(dtype="float32"):
+    """Equinox' and ours."""
+    weight = draw("weight", (ROWS, FEATURES), dtype)
+    return [cls(weight=weight) for cls in (eqx.nn.Embedding, Embedding)]
+
+
+@cover(dtype=DTYPES, of_x=["int32", "int8", "int16", "uint8", "uint32"])
+def test_rows_of_an_embedding_have_equinoxs_bits(dtype, of_x):
+    theirs, ours = embeddings(dtype)
+    x = INDICES.astype(of_x)
+    assert_same(jax.vmap(ours)(x), jax.vmap(theirs)(x))
+    assert_same([ours(i) for i in x], [theirs(i) for i in x])
+
+
+@cover(dtype=DTYPES, of_x=["int32", "int8"])
+def test_the_gradient_of_an_embedding_is_summed_in_float32(dtype, of_x):
+    _, ours = embeddings(dtype)
+    x = jnp.tile(INDICES, 64).astype(of_x).reshape(4, -1)
+    dy = integers((*x.shape, FEATURES))
+    (gradient,) = jax.vjp(lambda of: mapped(of, x), ours)[1](dy.astype(dtype))
+    rows = np.where(x < 0, np.int32(x) + ROWS, x)
+    assert_same(gradient.weight, sums(np.clip(rows, 0, ROWS - 1), dy, ROWS, dtype))
+    kernel = {"jaxnorm_segment_sum": 1} if is_platform_with_kernels() else {}
+    assert_calls(jax.grad(lambda of: jnp.sin(mapped(of, x)).sum().astype("float32")), (ours,), kernel)
+
+
+@pytest.mark.parametrize("x", [3, True, np.int64(-2), np.int32(9), jnp.bool_(True)], ids=str)
+def test_other_scalars_are_equinoxs_result(x):
+    theirs, ours = embeddings()
+    assert_same(ours(x), theirs(x))
+
+
+@pytest.mark.parametrize(("x", "error"), [(INDICES, "with a scalar index"), (jnp.float32(1), "must have integer")])
+def test_what_is_no_index_is_equinoxs_error(x, error):
+    with pytest.raises((ValueError, TypeError), match=error):
+        embeddings()[1](x)
+
+
+def test_stacked_embeddings():
+    keys = jax.random.split(jax.random.key(0), 3)
+    stack = eqx.filter_vmap(lambda key: eqx.nn.Embedding(ROWS, FEATURES, key=key))(keys)
+    new, report = replace_layers(stack)
+    assert report.replaced == [((), eqx.nn.Embedding)]
+
+    def each(stack, x):
+        return eqx.filter_vmap(lambda layer: jax.vmap(layer)(x))(stack)
+
+    assert_same(each(new, INDICES), each(stack, INDICES))
+    gradients = [jax.grad(lambda of: each(of, INDICES).sum())(of) for of in (new, stack)]
+    assert_same(*(of.weight for of in gradients))
+    scanned = [jax.lax.scan(lambda _, layer: (0, jax.vmap(layer)(INDICES)), 0, of)[1] for of in (new, stack)]
+    assert_same(*scanned)
+
+
+def test_an_embedding_whose_weight_a_linear_layer_has_too():
+    linear = eqx.nn.Linear(FEATURES, ROWS, use_bias=False, key=jax.random.key(0))
+    model = eqx.nn.Shared([embeddings()[0], linear], lambda of: of[1].weight, lambda of: of[0].weight)
+    new, report = replace_layers(model)
+    assert [cls for _, cls in report.replaced] == [eqx.nn.Embedding]
+
+    def loss(model):
+        embedding, linear = model()
+        return jax.nn.logsumexp(jax.vmap(lambda i: linear(jnp.tanh(embedding(i))))(INDICES), axis=-1).sum()
+
+    (y, gradient), (expected, theirs) = (eqx.filter_value_and_grad(loss)(of) for of in (new, model))
+    assert_close(y, expected)
+    assert_gradients_close(*(jax.tree.leaves(of) for of in (gradient, theirs)))
+
+
+def test_embeddings_that_are_left():
+    integers = eqx.nn.Embedding(weight=jnp.ones((2, 3), "int32"))
+    tied = eqx.nn.Shared(embeddings()[:1] * 2, lambda of: of[1].weight, lambda of: of[0].weight)
+    _, report = replace_layers([integers, Embedding(weight=jnp.ones((2, 3))), tied])
+    assert [(path[0], why) for path, _, why in report.left] == [
+        (0, "no kernel serves int32"),
+        (1, "it is jaxnorm's already"),
+        (2, "its weight is no array but a SharedNode"),
+    ]
+    assert len(report.replaced) == 1

@@ -1,13 +1,17 @@
-"""Models of Keras with the norms of `jaxnorm.keras`: trained, saved, spread over devices, and `replace_layers`."""
+"""Models of Keras with the layers of `jaxnorm.keras`: trained, saved, spread over devices, and `replace_layers`."""
 
 import subprocess
 
+import jax
+import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
 from cases import draw
 from coverage import cover
+from flax_apis import assert_calls, assert_same, integers, sums
 from library_models import ignore_keras_own
+from native import is_platform_with_kernels
 from processes import STRICT
 
 import jaxnorm
@@ -15,14 +19,15 @@ from jaxnorm.keras import replace_layers
 
 pytestmark = [pytest.mark.jax_version, ignore_keras_own]
 
-NAMES = ("LayerNormalization", "RMSNormalization", "GroupNormalization")
+NAMES = ("LayerNormalization", "RMSNormalization", "GroupNormalization", "Embedding")
 
 
 def functional(layers, **options):
-    """A model with all three norms of `layers`, with an axis that kernels serve and one that they do not."""
+    """A model with all layers of `layers`, with an axis that kernels serve and one that they do not."""
     keras.utils.set_random_seed(0)
     inputs = keras.Input((8, 16))
-    x = layers.LayerNormalization(**options)(inputs)
+    ids = keras.ops.clip(keras.ops.abs(keras.ops.sum(inputs, -1)), 0, 9)  # which the layer truncates
+    x = layers.LayerNormalization(**options)(inputs + layers.Embedding(10, 16)(ids))
     x = keras.layers.Dense(16, activation="gelu", **options)(x)
     x = layers.GroupNormalization(groups=4, **options)(x)
     x = layers.LayerNormalization(axis=1, **options)(x)
@@ -33,8 +38,10 @@ class Block(keras.layers.Layer):
     def __init__(self, layers, **options):
         super().__init__(**options)
         self.norms = [layers.LayerNormalization(), layers.RMSNormalization()]
+        self.positions = layers.Embedding(8, 16)
 
     def call(self, x):
+        x = x + self.positions(keras.ops.arange(8))
         for norm in self.norms:
             x = x + norm(x)
         return x
@@ -83,7 +90,7 @@ def trained(model):
 
 
 def norms(model):
-    """The classes of a model's norms, in the order of its layers."""
+    """The classes of a model's norms and of its Embedding, in the order of its layers."""
     return [type(layer) for layer in model._flatten_layers() if type(layer).__name__ in NAMES]
 
 
@@ -106,7 +113,7 @@ def test_data_parallel(devices):
     try:
         model = functional(jaxnorm.keras)
         assert_alike(trained(model), expected)
-        assert len(model.layers[1].gamma.value.sharding.device_set) == len(devices)
+        assert len(model.layers[-1].scale.value.sharding.device_set) == len(devices)
     finally:
         keras.distribution.set_distribution(None)
 
@@ -184,7 +191,7 @@ def calls_of_ours(monkeypatch):
     def counted(function):
         return lambda *args, **options: (called.append(function.__name__), function(*args, **options))[1]
 
-    for function in (jaxnorm.layer_norm, jaxnorm.rms_norm, jaxnorm.group_norm):
+    for function in (jaxnorm.embedding, jaxnorm.layer_norm, jaxnorm.rms_norm, jaxnorm.group_norm):
         monkeypatch.setattr(jaxnorm.keras, function.__name__, counted(function))
     return called
 
@@ -199,7 +206,7 @@ def test_a_step_that_was_compiled_before_is_traced_again(step, calls_of_ours):
     assert not calls_of_ours
     replace_layers(model)
     run[step]()
-    assert sorted(calls_of_ours) == ["group_norm", "layer_norm", "rms_norm"]
+    assert sorted(calls_of_ours) == ["embedding", "group_norm", "layer_norm", "rms_norm"]
 
 
 def test_the_optimisers_state_stays():
@@ -228,6 +235,10 @@ class SubNormalization(keras.layers.LayerNormalization):
     pass
 
 
+class SubEmbedding(keras.layers.Embedding):
+    pass
+
+
 @pytest.mark.filterwarnings("ignore:You passed `rms_scaling=True`")
 def test_what_is_left():
     own = "it is a class of the model's own"
@@ -241,6 +252,12 @@ def test_what_is_left():
         OwnNormalization(name="f"): own,
         SubNormalization(name="g"): f"{own}: derive SubNormalization from jaxnorm.keras.LayerNormalization",
         jaxnorm.keras.LayerNormalization(name="h"): "it is jaxnorm's already",
+        keras.layers.Embedding(4, 3, lora_rank=2, name="j"): "it has LoRA",
+        keras.layers.Embedding(4, 3, dtype="int8_from_float32", name="k"): "its table is quantised to int8",
+        keras.layers.Embedding(4, 3, dtype="float64", name="l"): "no kernel serves float64",
+        keras.layers.ReversibleEmbedding(4, 3, name="m"): "jaxnorm has no such layer",
+        SubEmbedding(4, 3, name="n"): f"{own}: derive SubEmbedding from jaxnorm.keras.Embedding",
+        jaxnorm.keras.Embedding(4, 3, name="o"): "it is jaxnorm's already",
     }
     _, report = replace_layers(keras.Sequential(list(left)))
     assert report.replaced == []
@@ -257,3 +274,84 @@ def test_a_layer_alone():
 def test_what_is_no_model(other):
     with pytest.raises(TypeError, match=r"model must be a keras\.Model or another layer, got"):
         replace_layers(other)
+
+
+# Of seven rows, with some from the end and some out of range.
+ROWS = 7
+INDICES = np.array([[0, 3, 3, 6, -1], [-7, 7, 100, -8, -100]])
+
+
+def embeddings(**options):
+    """Keras' and ours, with the same table."""
+    layers = [of.Embedding(ROWS, 4, **options) for of in (keras.layers, jaxnorm.keras)]
+    for layer in layers:
+        layer.build()
+        layer.embeddings.assign(draw("table", (ROWS, 4)))
+    return layers
+
+
+@cover(
+    policy=[None, "bfloat16", "float16", "mixed_bfloat16", "mixed_float16", "float64"],
+    of_x=["int32", "int64", "int8", "uint8", "uint32", "float32"],
+)
+@pytest.mark.filterwarnings("ignore:Explicitly requested dtype")
+def test_rows_of_an_embedding_have_kerass_bits(policy, of_x):
+    theirs, ours = embeddings(dtype=policy)
+    x = (INDICES + 0.9 if of_x == "float32" else INDICES).astype(of_x)
+    assert_same(ours(x), theirs(x))
+
+
+@cover(policy=["float32", "bfloat16", "mixed_bfloat16"])
+def test_the_gradient_of_an_embedding_is_summed_in_float32(policy):
+    layer = embeddings(dtype=policy)[1]
+    x, values = np.tile(INDICES[0], 64), [layer.embeddings.value]
+    dy = integers((*x.shape, 4))
+
+    def rows(values):
+        return layer.stateless_call(values, [], x)[0]
+
+    ((gradient,),) = jax.vjp(rows, values)[1](dy.astype(layer.compute_dtype))
+    assert_same(gradient, sums(x % ROWS, dy, ROWS, layer.variable_dtype))
+    kernel = {"jaxnorm_segment_sum": 1} if is_platform_with_kernels() else {}
+    assert_calls(jax.grad(lambda values: jnp.sin(rows(values)).sum().astype("float32")), (values,), kernel)
+
+
+@cover(mask_zero=[True, False])
+def test_config_weights_and_mask_of_an_embedding_are_kerass(mask_zero):
+    theirs, ours = embeddings(mask_zero=mask_zero, embeddings_constraint="non_neg", name="tokens")
+    assert ours.get_config() == theirs.get_config()
+    masks = [layer.compute_mask(INDICES) for layer in (theirs, ours)]
+    assert np.array_equal(*masks) if mask_zero else masks == [None, None]
+    weights = [[(w.path, w.shape, w.dtype, w.trainable) for w in layer.weights] for layer in (theirs, ours)]
+    assert weights[0] == weights[1]
+
+
+# What an Embedding may become after it was replaced.
+AFTER = {
+    "LoRA": lambda layer: layer.enable_lora(2),
+    "int8": lambda layer: layer.quantize("int8"),
+    "int4": lambda layer: layer.quantize("int4"),
+    "a policy": lambda layer: setattr(layer, "dtype_policy", "int8_from_float32"),
+}
+
+
+@cover(after=AFTER)
+def test_an_embedding_that_is_changed_afterwards_is_kerass(after):
+    theirs, ours = embeddings()
+    for layer in (theirs, ours):
+        after(layer)
+        for weight in layer.trainable_weights:
+            weight.assign(draw(weight.name, tuple(weight.shape)))
+    within = np.clip(INDICES, 0, ROWS - 1)
+    assert_same(ours(within), theirs(within))
+    assert ours.quantization_mode == theirs.quantization_mode
+    assert [w.dtype for w in ours.weights] == [w.dtype for w in theirs.weights]
+
+
+@pytest.mark.filterwarnings("ignore:Layer InputLayer does not have a `quantize` method")
+def test_a_quantised_model_has_its_embedding_quantised():
+    model = keras.Sequential([keras.layers.Embedding(ROWS, 4)])
+    model(INDICES)
+    assert replace_layers(model)[1].replaced
+    model.quantize("int8")
+    assert model.layers[0].quantization_mode == "int8"

@@ -134,24 +134,29 @@ OTHERS = layers(jaxnorm.equinox, jaxnorm.keras)
 NEEDED = {
     "GatedRMSNorm": {"gate_first": True},
     **{f"Quantized{norm}Norm": {"quantization": INT8} for norm in ("Layer", "RMS")},
-    "QuantizedLinear": {"weights": INT8},
+    "QuantizedLinear": {"kernels": INT8},
 }
 
 
 def called(cls, *args, **keywords):
     """A call of a layer of Flax, which is made first."""
     fields = NEEDED.get(cls.__name__, {})
+    if cls is jaxnorm.linen.Embed:
+        fields = {"num_embeddings": 32, "features": 32}
     if issubclass(cls, flax.linen.Module):
         return cls(**fields).init(jax.random.key(0), *args, **keywords)
     if cls is jaxnorm.nnx.GatedActivation:
         return cls()(*args, **keywords)
-    return cls(*[32] * (1 + ("Linear" in cls.__name__)), **fields, rngs=flax.nnx.Rngs(0))(*args, **keywords)
+    return cls(*[32] * (1 + bool(re.search("Linear|Embed", cls.__name__))), **fields, rngs=flax.nnx.Rngs(0))(
+        *args, **keywords
+    )
 
 
 def without_arguments(cls, keyword):
-    """The error of a constructor that is called with a keyword alone."""
+    """The error of a constructor that is called with a keyword alone; Keras' looks for what is missing first."""
+    sizes = {"input_dim": 4, "output_dim": 4} if cls is jaxnorm.keras.Embedding else {}
     with pytest.raises((TypeError, ValueError), match=rf"\b{cls.__name__}\b.*'{keyword}'") as error:
-        cls(**{keyword: 1.0})
+        cls(**sizes, **{keyword: 1.0})
     assert not re.search(r"\b_[A-Z]", str(error.value))
     return str(error.value)
 
@@ -165,7 +170,7 @@ def test_an_unknown_argument_is_an_error_of_the_public_class(cls):
 def test_an_epsilon_of_another_name_is_named(cls):
     error = without_arguments(cls, "eps")
     assert error.startswith(f"{cls.__name__}: got an unexpected keyword argument 'eps'; ")
-    assert error.endswith("did you mean epsilon?") is not bool(re.search("Linear|Activation", cls.__name__))
+    assert error.endswith("did you mean epsilon?") is not bool(re.search("Linear|Activation|Embed", cls.__name__))
 
 
 @cover(cls=OF_FLAX)
@@ -181,6 +186,7 @@ def test_a_call_that_does_not_fit_is_an_error_of_the_public_class(cls):
 
 @cover(cls=[cls for name, cls in OF_FLAX.items() if ".nnx." in name and "Activation" not in name])
 def test_missing_features_are_an_error_of_the_public_class(cls):
-    message = rf"^{cls.__name__}: missing a required argument: '(num_features|head_dim|in_features)'; pass \1=\.\.\.\.$"
+    named = "num_features|head_dim|in_features|num_embeddings"
+    message = rf"^{cls.__name__}: missing a required argument: '({named})'; pass \1=\.\.\.\.$"
     with pytest.raises(TypeError, match=message):
         cls(**NEEDED.get(cls.__name__, {}), rngs=flax.nnx.Rngs(0))

@@ -1,4 +1,4 @@
-"""Models that hold `jaxnorm.nnx` or `jaxnorm.linen` norms: parameters, checkpoints, transformations."""
+"""Models that hold layers of `jaxnorm.nnx` or `jaxnorm.linen`: parameters, checkpoints, transformations."""
 
 import flax.linen
 import flax.nnx
@@ -17,7 +17,7 @@ DIMS = (3, 8)
 
 
 class NnxModel(flax.nnx.Module):
-    """Two RMSNorms and a LayerNorm out of `norms`, with something to learn between them."""
+    """An Embed, two RMSNorms and a LayerNorm out of `norms`, with something to learn between them."""
 
     def __init__(self, norms, rngs):
         features = DIMS[-1]
@@ -25,8 +25,10 @@ class NnxModel(flax.nnx.Module):
         self.hidden = flax.nnx.Linear(features, features, rngs=rngs)
         self.second = norms.LayerNorm(features, rngs=rngs)
         self.third = norms.RMSNorm(features, rngs=rngs)
+        self.embed = norms.Embed(DIMS[0], features, rngs=rngs, embedding_metadata={"origin": "embed"})
 
     def __call__(self, x):
+        x = x + self.embed(jnp.arange(-1, 2))
         return self.third(x + jnp.tanh(self.second(self.hidden(self.first(x)))))
 
 
@@ -38,6 +40,8 @@ class LinenModel(flax.linen.Module):
     @flax.linen.compact
     def __call__(self, x):
         partitioned = flax.linen.with_partitioning(flax.linen.initializers.ones, ("features",))
+        embedding_init = flax.linen.with_partitioning(flax.linen.initializers.normal(), (None, "features"))
+        x = x + self.norms.Embed(*DIMS, embedding_init=embedding_init)(jnp.arange(-1, 2))
         h = self.norms.RMSNorm(scale_init=partitioned)(x)
         h = self.norms.LayerNorm()(flax.linen.Dense(DIMS[-1])(h))
         return self.norms.RMSNorm()(x + jnp.tanh(h))
@@ -86,7 +90,11 @@ def of_nnx_scan_of_remat(norms):
 
 
 def of_linen_scan_of_remat(norms):
-    layer = scan_of_remat(lambda x: norms.LayerNorm()(jnp.tanh(flax.linen.Dense(DIMS[-1])(norms.RMSNorm()(x)))))
+    def branch(x):
+        x = x + norms.Embed(*DIMS)(jnp.arange(DIMS[0]))
+        return norms.LayerNorm()(jnp.tanh(flax.linen.Dense(DIMS[-1])(norms.RMSNorm()(x))))
+
+    layer = scan_of_remat(branch)
     variables = layer.init(jax.random.key(0), draw_x(DIMS), None)
     return jax.grad(lambda v: (layer.apply(v, draw_x(DIMS), None)[0] * draw("dy", DIMS)).sum())(variables)
 
@@ -100,10 +108,14 @@ def test_gradients_by_flaxs_transformations_are_flaxs(api, gradient):
     assert_gradients_close(gradient(ours), gradient(flaxs))
 
 
+EMBED = jaxnorm.linen.Embed(4, 8)
 # A call with and one without a kernel: the second goes through Flax's method of the same module.
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.int32])
-def test_linen_captures_each_call_once(dtype):
-    norm = jaxnorm.linen.LayerNorm()
+CALLS = [(jaxnorm.linen.LayerNorm(), "float32"), (jaxnorm.linen.LayerNorm(), "int32"), (EMBED, "int32")]
+CALLS += [(EMBED.clone(dtype="int32"), "int32")]
+
+
+@pytest.mark.parametrize(("layer", "dtype"), CALLS)
+def test_linen_captures_each_call_once(layer, dtype):
     x = draw_x(DIMS).astype(dtype)
-    _, captured = norm.apply(norm.init(jax.random.key(0), x), x, capture_intermediates=True)
+    _, captured = layer.apply(layer.init(jax.random.key(0), x), x, capture_intermediates=True)
     assert len(captured["intermediates"]["__call__"]) == 1

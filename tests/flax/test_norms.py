@@ -52,7 +52,7 @@ def test_a_dtype_by_its_name(layer, dtype):
 
 
 def assert_is_flaxs(y, flaxs):
-    if type(y) is tuple:
+    if isinstance(y, tuple):
         assert_same(y[1], flaxs[1])
         y, flaxs = y[0], flaxs[0]
     assert_close(y, flaxs)

@@ -221,7 +221,7 @@ def test_a_mask_of_keras_goes_on():
 
     def result(layers):
         keras.utils.set_random_seed(0)
-        embedding = keras.layers.Embedding(10, 16, mask_zero=True)
+        embedding = layers.Embedding(10, 16, mask_zero=True)
         norms = [layers.LayerNormalization(), layers.GroupNormalization(groups=4)]
         return keras.Sequential([embedding, *norms, keras.layers.LSTM(4)])(x)
 

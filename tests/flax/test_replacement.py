@@ -144,13 +144,17 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_nnx_options_that_no_kernel_serves(name):
+OF_LAYERS = [(flax.nnx.RMSNorm, name) for name in OPTIONS]
+OF_LAYERS += [(flax.nnx.Embed, name) for name in ("promote_dtype", "dtype", "param_dtype")]
+
+
+@pytest.mark.parametrize(("cls", "name"), OF_LAYERS)
+def test_nnx_options_that_no_kernel_serves(cls, name):
     options, why = OPTIONS[name]
-    norm = flax.nnx.RMSNorm(FEATURES, **options, rngs=flax.nnx.Rngs(0))
-    _, report = jaxnorm.replace_layers(norm)
-    assert report.left == [((), flax.nnx.RMSNorm, f"no kernel serves {why}")]
-    assert type(norm) is flax.nnx.RMSNorm
+    layer = cls(*[FEATURES] * (1 + (cls is flax.nnx.Embed)), **options, rngs=flax.nnx.Rngs(0))
+    _, report = jaxnorm.replace_layers(layer)
+    assert report.left == [((), cls, f"no kernel serves {why}")]
+    assert type(layer) is cls
 
 
 def test_nnx_axes_from_the_front_are_known_with_x():

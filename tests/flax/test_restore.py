@@ -63,6 +63,7 @@ def test_norms_of_the_authors_own_stay():
         "rms": jaxnorm.nnx.RMSNorm(FEATURES, rngs=rngs),
         "groups": jaxnorm.nnx.GroupNorm(FEATURES, num_groups=2, rngs=rngs),
         "added": jaxnorm.nnx.AddRMSNorm(FEATURES, rngs=rngs),
+        "embed": jaxnorm.nnx.Embed(FEATURES, FEATURES, rngs=rngs),
         "flax": flax.nnx.LayerNorm(FEATURES, rngs=rngs),
         "own": GemmaNorm(rngs),
     }
@@ -72,16 +73,21 @@ def test_norms_of_the_authors_own_stay():
     assert {name: type(norm) for name, norm in norms.items()} == classes
     assert dict(report.replaced) == {("flax",): flax.nnx.LayerNorm, ("own",): GemmaNorm}
     own = {path for path, _, why in report.left if why == "the model's author made it from jaxnorm.nnx"}
-    assert own == {("rms",), ("groups",), ("added",)}
+    assert own == {("rms",), ("groups",), ("added",), ("embed",)}
     assert "restored  flax: LayerNorm\n" in str(report)
 
 
-def test_a_norm_with_an_option_that_flax_has_not_stays():
-    norm = flax.nnx.RMSNorm(FEATURES, rngs=flax.nnx.Rngs(0))
-    jaxnorm.replace_layers(norm)
-    norm.scale_offset = 1.0
-    assert jaxnorm.restore_layers(norm)[1].left
-    assert type(norm) is jaxnorm.nnx.RMSNorm
+OPTIONS = {"scale_offset": 1.0, "implementation": "xla"}
+
+
+@pytest.mark.parametrize(("name", "option"), [("RMSNorm", of) for of in OPTIONS] + [("Embed", "implementation")])
+def test_a_layer_with_an_option_that_flax_has_not_stays(name, option):
+    features = (FEATURES,) * (1 + (name == "Embed"))
+    layer = getattr(flax.nnx, name)(*features, rngs=flax.nnx.Rngs(0))
+    jaxnorm.replace_layers(layer)
+    setattr(layer, option, OPTIONS[option])
+    assert jaxnorm.restore_layers(layer)[1].left
+    assert type(layer) is getattr(jaxnorm.nnx, name)
 
 
 def test_a_norm_that_was_replaced_twice():

@@ -1,4 +1,4 @@
-"""Models of Flax's two APIs and of Equinox with norms in every place, for what replaces them."""
+"""Models of Flax's two APIs and of Equinox with norms and embeddings in every place, for what replaces them."""
 
 import equinox as eqx
 import flax.linen
@@ -40,8 +40,22 @@ class CentredNorm(flax.nnx.RMSNorm):
         return super().__call__(x - x.mean(-1, keepdims=True), mask)
 
 
+class NamedEmbed(flax.nnx.Embed):
+    """Flax's under another name and with another constructor."""
+
+    def __init__(self, rngs):
+        super().__init__(DIMS[1], FEATURES, rngs=rngs)
+
+
+class ScaledEmbed(flax.nnx.Embed):
+    """A subclass that computes something else."""
+
+    def __call__(self, inputs, out_sharding=None):
+        return 2 * super().__call__(inputs, out_sharding)
+
+
 class Mixed(flax.nnx.Module):
-    """Norms in every place where a model may have one."""
+    """Norms and embeddings in every place where a model may have one."""
 
     def __init__(self, rngs):
         self.attention = flax.nnx.MultiHeadAttention(2, FEATURES, normalize_qk=True, decode=False, rngs=rngs)
@@ -53,8 +67,12 @@ class Mixed(flax.nnx.Module):
         self.batch = flax.nnx.BatchNorm(FEATURES, use_running_average=True, rngs=rngs)
         self.centred = CentredNorm(FEATURES, rngs=rngs)
         self.heads = flax.nnx.RMSNorm(FEATURES, feature_axes=-2, reduction_axes=-2, rngs=rngs)
+        self.embed = flax.nnx.Embed(DIMS[1], FEATURES, rngs=rngs)
+        self.embeds = flax.nnx.List([NamedEmbed(rngs), ScaledEmbed(DIMS[1], FEATURES, rngs=rngs)])
 
     def __call__(self, x):
+        positions = jnp.arange(x.shape[-2])
+        x = x + self.embed(positions) + self.embeds[0](positions) + self.embeds[1](positions)
         x = x + self.attention(self.listed[0](x))
         x = x + self.sequence(self.listed[1](x)) + self.by_name.norm(self.by_name.own(x))
         return self.shared(self.centred(self.batch(self.groups(x))))
@@ -74,6 +92,8 @@ REPLACED = {
     ("by_name", "own"): GemmaNorm,
     ("sequence", "layers", 0): flax.nnx.LayerNorm,
     ("groups",): flax.nnx.GroupNorm,
+    ("embed",): flax.nnx.Embed,
+    ("embeds", 0): NamedEmbed,
 }
 
 
@@ -85,7 +105,9 @@ def why_own(line):
     )
 
 
+_OWN_CALL = "its __call__ is not Flax's"
 LEFT = {
+    ("embeds", 1): (ScaledEmbed, _OWN_CALL),
     ("batch",): (flax.nnx.BatchNorm, "jaxnorm has no such norm"),
     ("centred",): (CentredNorm, why_own("CentredNorm: lambda norm, x: jaxnorm.rms_norm(x, norm.scale[...])")),
     ("heads",): (flax.nnx.RMSNorm, "no kernel serves reduction_axes=(-2,) with feature_axes=(-2,)"),
@@ -110,6 +132,13 @@ class LinenNamedNorm(flax.linen.LayerNorm):
     """Flax's under another name."""
 
 
+class LinenScaledEmbed(flax.linen.Embed):
+    """A subclass that computes something else."""
+
+    def __call__(self, inputs):
+        return 2 * super().__call__(inputs)
+
+
 class LinenMixed(flax.linen.Module):
     """The like of `Mixed`."""
 
@@ -121,7 +150,9 @@ class LinenMixed(flax.linen.Module):
         x = flax.linen.GroupNorm(2, name="groups")(x)
         x = flax.linen.BatchNorm(use_running_average=True, name="batch")(x)
         x = flax.linen.GroupNorm(2, name="masked_groups")(x, mask=x > 0)
-        return flax.linen.LayerNorm(name="masked")(x, mask=x > 0)
+        x = flax.linen.LayerNorm(name="masked")(x, mask=x > 0)
+        positions = jnp.arange(x.shape[-2])
+        return x + sum(cls(x.shape[-2], FEATURES)(positions) for cls in (flax.linen.Embed, LinenScaledEmbed))
 
 
 def linen_function(norm, x):
@@ -131,6 +162,7 @@ def linen_function(norm, x):
 
 LINEN_CUSTOM = {LinenGemmaNorm: linen_function}
 LINEN_REPLACED = {
+    ("Embed_0",): flax.linen.Embed,
     ("RMSNorm_0",): flax.linen.RMSNorm,
     ("attention", "query_ln"): flax.linen.LayerNorm,
     ("attention", "key_ln"): flax.linen.LayerNorm,
@@ -139,6 +171,7 @@ LINEN_REPLACED = {
     ("groups",): flax.linen.GroupNorm,
 }
 LINEN_LEFT = {
+    ("LinenScaledEmbed_0",): (LinenScaledEmbed, _OWN_CALL),
     ("batch",): (flax.linen.BatchNorm, "jaxnorm has no such norm"),
     ("masked",): (flax.linen.LayerNorm, "no kernel serves a mask"),
     ("masked_groups",): (flax.linen.GroupNorm, "no kernel serves a mask"),
@@ -151,6 +184,10 @@ class OwnNorm(eqx.Module):
 
 
 class SubNorm(eqx.nn.RMSNorm):
+    pass
+
+
+class SubEmbedding(eqx.nn.Embedding):
     pass
 
 
@@ -169,6 +206,8 @@ class EquinoxMixed(eqx.Module):
     block: NormedBlock
     batch: eqx.nn.BatchNorm
     mlp: eqx.nn.MLP
+    embedding: eqx.nn.Embedding
+    sub_embedding: SubEmbedding
 
     def __init__(self, key):
         self.norm, self.block = eqx.nn.RMSNorm(FEATURES), NormedBlock(eqx.nn.LayerNorm(FEATURES))
@@ -177,8 +216,10 @@ class EquinoxMixed(eqx.Module):
         self.named = {"a": eqx.nn.RMSNorm(FEATURES), "own": OwnNorm(), "sub": SubNorm(FEATURES), "integers": integers}
         self.batch = eqx.nn.BatchNorm(FEATURES, "batch", mode="batch")
         self.mlp = eqx.nn.MLP(FEATURES, FEATURES, 2 * FEATURES, 1, key=key)
+        self.embedding, self.sub_embedding = (cls(4, FEATURES, key=key) for cls in (eqx.nn.Embedding, SubEmbedding))
 
     def __call__(self, x):
+        x = x + self.embedding(jnp.int32(3)) + self.sub_embedding(jnp.int32(0))
         x = x + self.mlp(self.listed[2](self.listed[0](self.norm(x))))
         return self.block.inner(self.named["a"](x))
 
@@ -189,12 +230,14 @@ EQUINOX_REPLACED = {
     ("listed", 2): eqx.nn.GroupNorm,
     ("named", "a"): eqx.nn.RMSNorm,
     ("block", "inner"): eqx.nn.LayerNorm,
+    ("embedding",): eqx.nn.Embedding,
 }
 _OWN = "it is a class of the model's own"
 EQUINOX_LEFT = {
     ("block",): (NormedBlock, _OWN),
     ("named", "own"): (OwnNorm, _OWN),
     ("named", "sub"): (SubNorm, f"{_OWN}: derive SubNorm from jaxnorm.equinox.RMSNorm"),
+    ("sub_embedding",): (SubEmbedding, f"{_OWN}: derive SubEmbedding from jaxnorm.equinox.Embedding"),
     ("batch",): (eqx.nn.BatchNorm, "jaxnorm has no such norm"),
     ("named", "integers"): (eqx.nn.RMSNorm, "no kernel serves int32"),
 }

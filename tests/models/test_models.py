@@ -1,4 +1,4 @@
-"""Models of packages, `pip install '.[models]'`, before and after their norms are replaced.
+"""Models of packages, `pip install '.[models]'`, before and after their norms and embeddings are replaced.
 
 They are small and have random parameters: nothing is downloaded.
 """
@@ -92,22 +92,24 @@ def vae():
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 4, "max_position_embeddings": 32}
 GPT2 = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4}
-# Each with its norms, all of which are found without a mapping, by their kinds.
+# Each with its norms, all of which are found without a mapping, by their kinds, and how many embeddings it has.
 PUBLISHED = {
-    "transformers: Llama": (partial(hub, "LlamaForCausalLM", "Llama", **SIZES), {"rms": 5}),
+    "transformers: Llama": (partial(hub, "LlamaForCausalLM", "Llama", **SIZES), {"rms": 5}, 1),
     "transformers: Mistral": (
         partial(hub, "MistralForCausalLM", "Mistral", num_key_value_heads=2, **SIZES),
         {"rms": 5},
+        1,
     ),
     "transformers: Gemma": (
         partial(hub, "GemmaForCausalLM", "Gemma", head_dim=8, num_key_value_heads=4, **SIZES),
         {"rms": 5},
+        1,
     ),
-    "transformers: BERT": (partial(hub, "BertForMaskedLM", "Bert", **SIZES), {"layer": 6}),
-    "transformers: GPT-2": (partial(hub, "GPT2LMHeadModel", "GPT2", **GPT2), {"layer": 5}),
-    "transformers: T5's norm": (t5_norm, {"rms": 1}),
-    "diffusers: U-Net": (unet, {"layer": 12, "group": 21}),
-    "diffusers: VAE": (vae, {"group": 18}),
+    "transformers: BERT": (partial(hub, "BertForMaskedLM", "Bert", **SIZES), {"layer": 6}, 3),
+    "transformers: GPT-2": (partial(hub, "GPT2LMHeadModel", "GPT2", **GPT2), {"layer": 5}, 2),
+    "transformers: T5's norm": (t5_norm, {"rms": 1}, 0),
+    "diffusers: U-Net": (unet, {"layer": 12, "group": 21}, 0),
+    "diffusers: VAE": (vae, {"group": 18}, 0),
 }
 
 
@@ -124,8 +126,8 @@ def with_ours(model, reports):
 
 
 @pytest.mark.parametrize("name", [pytest.param(of, marks=pytest.mark.needs(of.partition(":")[0])) for of in PUBLISHED])
-def test_the_norms_of_a_model_are_found(name):
-    make, norms = PUBLISHED[name]
+def test_the_norms_and_embeddings_of_a_model_are_found(name):
+    make, norms, embeddings = PUBLISHED[name]
     model, parameters, inputs = make()
     parameters, reports = randomised(parameters, jnp.float32), []
     after = with_ours(model, reports)
@@ -133,7 +135,7 @@ def test_the_norms_of_a_model_are_found(name):
     assert difference(expected[0], actual[0]) < 5e-6
     assert difference(expected[1], actual[1]) < 1e-5
     report = reports[-1]
-    assert len(report.replaced) == sum(norms.values())
+    assert len(report.replaced) == sum(norms.values()) + embeddings
     assert not report.left
     calls = [native_calls(kind, fwd=count) for kind, count in norms.items()]
     text = compiled_text(after, parameters, inputs)

@@ -33,6 +33,7 @@ GATHERS = "XLA gathers rows at the rate of memory"
 # docs/findings.md): in elements of float32 sums, of which an element of the data, added by an atomic operation, is as
 # many, and one of sums in a half type, which XLA has in float32 first.
 FEW, OF_DATA, OF_HALF = 3 * 10**8, 13, 11
+SHORT = 512  # columns; of fewer XLA's code for CPUs adds up in the cache what a kernel reads in the order of segments
 
 
 def bind_lookup(spec: Lookup, table: Any, ids: Any) -> jax.Array:
@@ -77,7 +78,11 @@ def _slower(platform: str, *types: Any, spec: SegmentSum, tree: Any = None) -> s
     how = spec.formula_in("forward")
     if how is not None:
         return f"{fallback.ASKED_FOR}{how}"
-    if platform != "cuda" or spec.native_for:
+    if spec.native_for:
+        return None
+    if platform == "cpu" and spec.out_dtype == np.float32 and operands.data.shape[-1] < SHORT:
+        return f"XLA's code is faster for float32 sums of fewer than {SHORT} columns"
+    if platform != "cuda":
         return None
     of_sums = 1 if spec.out_dtype == np.float32 else OF_HALF
     work = OF_DATA * _known(operands.data.shape) + of_sums * spec.segments * operands.data.shape[-1]
@@ -102,7 +107,8 @@ def _lookup_transpose(cotangents: Any, table: Any, ids: Any, *, tree: Any, spec:
         out_dtype=np.dtype(table.aval.dtype),
         segments=table.aval.shape[0],
         positions=ids.ndim,
-        out_spec=_split(table.aval),
+        # By themselves sums have columns as rows have them, which may be split where the table's are not.
+        out_spec=table.aval.sharding.spec if jax.typeof(rows).sharding.spec[-1:] != (None,) else _split(table.aval),
         native_for=spec.native_in(backward),
         formula_for=tuple(("forward", how) for way, how in spec.formula_for if way == backward),
     )

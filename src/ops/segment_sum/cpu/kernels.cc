@@ -14,7 +14,7 @@ struct Segments {
   const int32_t* positions;
 };
 
-// What one task has at most of a row; so many additions have a sum of their own.
+// How many columns one task has at most; so many additions have a sum of their own.
 constexpr int64_t kSumColumns = 1 << 10, kSumRows = 64;
 
 struct SegmentSumKernels {
@@ -26,52 +26,41 @@ struct SegmentSumKernels {
 
 namespace {
 
-// Adds rows[0], rows[1], ... in this order.
-template <int R, class X>
-void add_rows(const X* const* rows, int64_t cols, float* sum) {
-  const X* of[R];
-  for (int r = 0; r < R; ++r) of[r] = rows[r];
-  for_each_vector(cols, [=](int64_t i, auto extent) {
-    Vec v = load(sum + i, extent);
-    for (int r = 0; r < R; ++r) v += load(of[r] + i, extent);
-    store(sum + i, v, extent);
-  });
+// K vectors of columns of one segment, whose positions are [first, last).
+template <int K, class X, class Y, class Extent>
+[[gnu::always_inline]] inline void sum_columns(const X* data, int64_t stride, const int32_t* positions, int64_t first,
+                                               int64_t last, Y* sums, Extent extent) {
+  Vec total[K] = {};
+  for (int64_t at = first; at < last;) {
+    const int64_t stop = last - at < kSumRows ? last : at + kSumRows;
+    Vec part[K] = {};
+    for (; at < stop; ++at) {
+      const X* const row = data + positions[at] * stride;
+      for (int k = 0; k < K; ++k) part[k] += load(row + k * W, extent);
+    }
+    for (int k = 0; k < K; ++k) total[k] += part[k];
+  }
+  for (int k = 0; k < K; ++k) store(sums + k * W, total[k], extent);
 }
 
 void sum(const SegmentSum& p, Segments segments, int64_t begin, int64_t end, int64_t first_col, int64_t cols) {
-  constexpr int R = 4;
+  constexpr int K = 8;
   with_type(p.data.dtype, [&](auto x_type) {
     using X = decltype(x_type);
-    const X* const data = static_cast<const X*>(p.data.data) + first_col;
-    float total[kSumColumns], part[kSumColumns];
-    for (int64_t segment = begin; segment < end; ++segment) {
-      int64_t at = segments.starts[segment];
-      const int64_t last = segments.starts[segment + 1];
-      for (bool is_first = true; is_first || at < last; is_first = false) {
-        float* const to = is_first ? total : part;
-        const int64_t stop = last - at < kSumRows ? last : at + kSumRows;
-        fill(to, 0, cols);
-        const X* rows[R];
-        for (; at < stop; at += R) {
-          const int count = stop - at < R ? stop - at : R;
-          for (int r = 0; r < count; ++r) rows[r] = data + segments.positions[at + r] * p.cols;
-          if (count == R) {
-            add_rows<R>(rows, cols, to);
-          } else {
-            for (int r = 0; r < count; ++r) add_rows<1>(rows + r, cols, to);
-          }
-        }
-        at = stop;
-        const float* const parts[] = {part};
-        if (!is_first) add_rows<1>(parts, cols, total);
+    with_type(p.sums.dtype, [&](auto y_type) {
+      using Y = decltype(y_type);
+      const X* const data = static_cast<const X*>(p.data.data) + first_col;
+      for (int64_t segment = begin; segment < end; ++segment) {
+        const int64_t first = segments.starts[segment], last = segments.starts[segment + 1];
+        Y* const sums = static_cast<Y*>(p.sums.data) + segment * p.cols + first_col;
+        int64_t col = 0;
+        for (; col + K * W <= cols; col += K * W)
+          sum_columns<K>(data + col, p.cols, segments.positions, first, last, sums + col, Whole{});
+        for_each_vector(cols - col, [&](int64_t i, auto extent) {
+          sum_columns<1>(data + col + i, p.cols, segments.positions, first, last, sums + col + i, extent);
+        });
       }
-      with_type(p.sums.dtype, [&](auto y_type) {
-        using Y = decltype(y_type);
-        const float* const from = total;
-        Y* const y = static_cast<Y*>(p.sums.data) + segment * p.cols + first_col;
-        for_each_vector(cols, [=](int64_t i, auto extent) { store(y + i, load(from + i, extent), extent); });
-      });
-    }
+    });
   });
 }
 
