@@ -170,9 +170,11 @@ ops/segment_sum/cuda/segment_sum.cu: ops/embedding.py -k 'sum_rounded_once or te
 -add_tails(p, chunks, begins[i], at, 1, col, sum)
 +add_tails(p, chunks, begins[i] + 1, at, 1, col, sum)
 parts of a long segment before they are there: ops/segment_sum/cuda/segment_sum.cu: ops/embedding.py -k ten_thousand
--    store_shared(parts[warp] + lane * N, sum);
--    __syncthreads();
-+    store_shared(parts[warp] + lane * N, sum);
+-sum);
+-      __syncthreads();
+-      if (warp == 0)
++sum);
++      if (warp == 0)
 scales of a head by columns: ops/norm/cuda/add.cu: laws/test_bits.py -k 'fused and scaled'
 -rows.of_row(row) * cols.value
 +rows.of_row(column) * cols.value
