@@ -49,35 +49,22 @@ def row_shapes(function, cols, rows=4):
     return [(rows, cols)] * (2 if function in (add, add_layer, gated) else 1) + [(cols,)]
 
 
-@pytest.mark.parametrize(
-    ("function", "dtype", "cols", "ways"),
-    [
-        (rms, "bfloat16", 4096, BOTH),
-        (with_y, "bfloat16", 20_480, BOTH),
-        (with_y, "float32", 16_384, BOTH),
-        (with_y, "float32", 20_480, {"bwd"}),
-        (rms, "bfloat16", 1153, {"bwd"}),
-        (layer, "float16", 1153, {"bwd"}),
-        (rms, "bfloat16", 1021, BOTH),
-        (rms, "bfloat16", 4097, BOTH),
-        (rms, "float32", 1153, BOTH),
-        (layer, "float32", 1156, BOTH),  # four elements a vector, so they divide it
-        (layer, "float32", 300_007, set()),
-        (rms, "bfloat16", 300_000, BOTH),
-        (add, "bfloat16", 4096, BOTH),
-        (add, "bfloat16", 1153, set()),
-        (add, "bfloat16", 4097, {"fwd"}),
-        (add, "float32", 1153, {"fwd"}),
-        (add, "float32", 300_007, BOTH),
-        (add, "bfloat16", 50_257, BOTH),
-        (add, "bfloat16", 100_003, {"fwd"}),
-        (add_layer, "float32", 1153, {"fwd"}),
-        (add_layer, "float32", 50_257, BOTH),
-        (add_layer, "float32", 4097, {"fwd"}),
-        (gated, "bfloat16", 4096, BOTH),
-        (gated, "float32", 1153, set()),
-    ],
-)
+OF_ROWS = [
+    *((rms, "bfloat16", cols, BOTH) for cols in (1021, 4096, 4097, 300_000)),
+    *((rms, "float32", 1153, BOTH), (rms, "bfloat16", 1153, {"bwd"}), (layer, "float16", 1153, {"bwd"})),
+    (layer, "float32", 1156, BOTH),  # four elements a vector, so they divide it
+    (layer, "float32", 300_007, set()),
+    *((with_y, dtype, cols, BOTH) for dtype, cols in (("bfloat16", 20_480), ("float32", 16_384))),
+    (with_y, "float32", 20_480, {"bwd"}),
+    *((add, dtype, cols, BOTH) for dtype, cols in (("bfloat16", 4096), ("bfloat16", 50_257), ("float32", 300_007))),
+    *((add, dtype, cols, {"fwd"}) for dtype, cols in (("bfloat16", 4097), ("bfloat16", 100_003), ("float32", 1153))),
+    (add, "bfloat16", 1153, set()),
+    *((add_layer, "float32", cols, ways) for cols, ways in ((1153, {"fwd"}), (4097, {"fwd"}), (50_257, BOTH))),
+    *((gated, "bfloat16", 4096, BOTH), (gated, "float32", 1153, set())),
+]
+
+
+@pytest.mark.parametrize(("function", "dtype", "cols", "ways"), OF_ROWS)
 def test_rows_that_vectors_do_not_divide(function, dtype, cols, ways):
     assert native_ways(function, row_shapes(function, cols), dtype) == ways
 

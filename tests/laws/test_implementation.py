@@ -116,11 +116,8 @@ def kernels_of_gradient(function=norm, *args):
 
 
 KEPT = (
-    ({}, {"fwd", "bwd"}),
-    ({"forward": "xla"}, {"bwd"}),
-    ({"backward": "xla"}, {"fwd"}),
-    ({"forward": "native", "backward": "xla"}, {"fwd"}),
-    ({"forward": "xla", "backward": "native"}, {"bwd"}),
+    *(({}, {"fwd", "bwd"}), ({"forward": "xla"}, {"bwd"}), ({"backward": "xla"}, {"fwd"})),
+    *(({"forward": "native", "backward": "xla"}, {"fwd"}), ({"forward": "xla", "backward": "native"}, {"bwd"})),
     ({"forward": "xla", "backward": "xla"}, set()),
 )
 

@@ -251,17 +251,9 @@ def test_errors_name_the_remedy(info, capsys, arguments, message):
 
 
 BAD = (
-    "--shape 4,4",
-    "--axes 3",
-    "--axes 0",
-    "--op gated_rms_norm --axes 2",
-    f"--op gated_rms_norm {' '.join(HEADS)}",
-    "--shape 8x128 --scale-shape 64",
-    "--shape 8x128 --scale-shape 4x128",
-    "--shape 8x128 --scale-shape 2x8x128",
-    "--dtype int8",
-    "--out-dtype int8",
-    "--op rms_norm_quantized --out-dtype bfloat16",
+    *("--shape 4,4", "--axes 3", "--axes 0", "--op gated_rms_norm --axes 2", "--dtype int8", "--out-dtype int8"),
+    *(f"--op gated_rms_norm {' '.join(HEADS)}", "--op rms_norm_quantized --out-dtype bfloat16"),
+    *(f"--shape 8x128 --scale-shape {shape}" for shape in ("64", "4x128", "2x8x128")),
 )
 
 
