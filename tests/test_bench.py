@@ -120,8 +120,7 @@ def test_a_program_takes_its_arguments_in_turn():
     assert [calls() for _ in range(3)] == [(1, 2), (3, 4), (1, 2)]
     # One that carries takes what its last call on that set gave.
     calls = timing.InTurn(lambda total, x: (total + x, x), [(0, 1), (0, 10)], carries=True)
-    assert [calls() for _ in range(5)] == [1, 10, 1, 10, 1]
-    assert calls.sets == [(3, 1), (20, 10)]
+    assert ([calls() for _ in range(5)], calls.sets) == ([1, 10, 1, 10, 1], [(3, 1), (20, 10)])
 
 
 def test_jax_times_the_calls_in_turn(monkeypatch):

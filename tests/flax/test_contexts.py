@@ -87,8 +87,7 @@ def test_equal_contexts_share_a_program(name):
         with CONTEXTS[name]() as report:
             jax.eval_shape(step, variables)
         assert bool(report.replaced) == (turn == 0)
-    assert len(TRACED) == 1
-    assert str(report) == "nothing to replace in what was traced within"
+    assert (len(TRACED), str(report)) == (1, "nothing to replace in what was traced within")
 
 
 def variables_of(name):

@@ -102,8 +102,7 @@ def test_a_call_takes_a_sharding():
     layer = linear(Float8Linear)
     with jax.set_mesh(mesh):
         y = jax.jit(lambda x: layer(x, out_sharding=PartitionSpec("a")))(draw_x(DIMS))
-    assert jax.typeof(y).sharding.spec == PartitionSpec("a", None, None)
-    assert bits(y) == bits(layer(draw_x(DIMS)))
+    assert (jax.typeof(y).sharding.spec, bits(y)) == (PartitionSpec("a", None, None), bits(layer(draw_x(DIMS))))
 
 
 def test_boxed_parameters_stay_boxed():
@@ -215,8 +214,7 @@ def test_values_and_gradients_are_those_of_the_unfused_path(block, dtype):
     model, x, dy = block(dtype), draw("x", (ROWS, block.inputs), dtype), draw("dy", (ROWS, OUTPUTS), dtype)
     y, *gradients = of_block(model, block.__call__, x, dy)
     expected, *expected_gradients = of_block(model, block.unfused, x, dy)
-    assert y.dtype == dtype
-    assert bits(y) == bits(expected)
+    assert (y.dtype, bits(y)) == (dtype, bits(expected))
     # The carrier has x's dtype, and so has what flows through it.
     assert_gradients_close(gradients, expected_gradients, through=dtype)
     assert all(jnp.linalg.norm(leaf) > 0 for leaf in jax.tree.leaves(gradients))

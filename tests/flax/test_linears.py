@@ -55,8 +55,7 @@ def test_it_says_what_it_changed_and_left(api, done):
     model = APIS[api].mixed()
     _, report = CHANGES[done](model)
     changed, left = models.expected_report(api, done)
-    assert dict(report.replaced) == changed
-    assert {path: (cls, why) for path, cls, why in report.left} == left
+    assert (dict(report.replaced), {path: (cls, why) for path, cls, why in report.left}) == (changed, left)
     assert len(report.replaced) + len(report.left) == len(changed | left)
     path, cls = next(iter(changed.items()))
     assert f"replaced  {'.'.join(map(str, path))}: {cls.__name__}\n" in str(report)

@@ -30,8 +30,7 @@ each_library = pytest.mark.parametrize("library", LIBRARIES)
 def test_it_says_what_it_replaced_and_left(library):
     custom, replaced, left, _ = LIBRARIES[library]
     _, report = MIXED[library]().replaced(*custom)
-    assert dict(report.replaced) == replaced
-    assert {path: (cls, why) for path, cls, why in report.left} == left
+    assert (dict(report.replaced), {path: (cls, why) for path, cls, why in report.left}) == (replaced, left)
     assert len(report.replaced) + len(report.left) == len(replaced | left)
     assert f"replaced  {'.'.join(map(str, path := next(iter(replaced))))}: {replaced[path].__name__}\n" in str(report)
     assert "left      batch: BatchNorm: jaxnorm has no such norm" in str(report)
@@ -240,8 +239,7 @@ def test_linen_a_function_may_only_read(read):
         y = LinenMixed().apply(within, draw_x(DIMS))
     with jaxnorm.linen.using_layers(norm_models.LINEN_CUSTOM):
         assert_close(y, LinenMixed().apply(variables, draw_x(DIMS)))
-    assert dict(report.replaced) == norm_models.LINEN_REPLACED
-    assert bits(within) == bits(variables)
+    assert (dict(report.replaced), bits(within)) == (norm_models.LINEN_REPLACED, bits(variables))
 
 
 @pytest.mark.parametrize("cls", [jaxnorm.linen.RMSNorm, jaxnorm.linen.LayerNorm])

@@ -221,8 +221,7 @@ def test_a_backward_where_a_gradient_is_taken_and_nowhere_else(name):
 def test_what_holds_for_all_calls_is_told_once(monkeypatch, gpu):
     without_cuda(monkeypatch, gpu=gpu)
     text = str(jaxnorm.explain(jax.grad(lambda x: norm(x).sum() + jaxnorm.softmax(x).sum()), X))
-    assert text.count("built without CUDA") == 1
-    assert text.count("JAXNORM_CUDA=1") == gpu
+    assert (text.count("built without CUDA"), text.count("JAXNORM_CUDA=1")) == (1, gpu)
 
 
 # Arrays are traced; what else a function takes stays what it is.
@@ -266,8 +265,7 @@ def test_it_is_a_table_and_a_tuple():
     assert repr(explained) == text
     assert [word in text for word in ("line", "cpu", "cuda", MIXED, "x: float16[4,8]")] == [True] * 5
     assert isinstance(explained, tuple)
-    assert len(explained) == 2
-    assert str(jaxnorm.explain(jnp.sin, X)) == "no function of jaxnorm is in this program"
+    assert (len(explained), str(jaxnorm.explain(jnp.sin, X))) == (2, "no function of jaxnorm is in this program")
 
 
 PROGRAM = """

@@ -203,8 +203,7 @@ def test_a_decorator():
     def function(x, depth=2):
         return norm(x) if depth == 0 else function(x, depth - 1)
 
-    assert function.__name__ == "function"
-    assert [chosen(function) for _ in range(2)] == ["xla", "xla"]
+    assert (function.__name__, [chosen(function) for _ in range(2)]) == ("function", ["xla", "xla"])
     assert chosen() is None
 
 

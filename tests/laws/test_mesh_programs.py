@@ -1,7 +1,4 @@
-"""Programs of ops over meshes: transformations, other shardings than one would choose, types, processes, misuse.
-
-And what `hlo.collectives` reads in a program.
-"""
+"""Programs of ops over meshes: transformations, shardings, types, processes, misuse; what `hlo.collectives` reads."""
 
 import os
 import re
@@ -73,8 +70,7 @@ def test_vmap(devices, kind, axis_type):
     native = partial(NORMS[kind], implementation="native")
     norm, args = jax.jit(jax.vmap(native, (0, None, None))), operands((3, *DIMS))
     y, calls, exchanged = run(mesh_of(devices, axis_type), norm, args, P(None, "a", "b"), P(), P())
-    assert bits(y) == bits(norm(*args))
-    assert (calls, exchanged) == (native_calls(kind, fwd=1), {})
+    assert (bits(y), (calls, exchanged)) == (bits(norm(*args)), (native_calls(kind, fwd=1), {}))
 
 
 # An ensemble whose members are spread over devices: each has its own weights, and their gradients.
@@ -109,8 +105,7 @@ def test_what_is_sharded_unlike_rows(devices, kind, spec, of_result, expected):
     mesh, args = mesh_of(devices, AxisType.Auto), operands(DIMS)
     norm = jax.jit(NORMS[kind], out_shardings=of_result and NamedSharding(mesh, of_result))
     y, _, exchanged = run(mesh, norm, args, *[spec] * 3, is_set=False)
-    assert bits(y) == bits(jax.jit(NORMS[kind])(*args))
-    assert exchanged == expected
+    assert (bits(y), exchanged) == (bits(jax.jit(NORMS[kind])(*args)), expected)
 
 
 @kinds

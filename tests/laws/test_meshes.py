@@ -79,8 +79,7 @@ def test_rows_are_computed_where_they_are(devices, op, how):
     mesh = meshes.mesh_for(mode, devices)
     function = meshes.split_by(mode, op, mesh, spec)(results(op))
     actual, expected, text = run(function, results(op), meshes.place(op, mesh, spec), mesh)
-    assert bits(actual) == bits(expected)
-    assert collectives(text) == {}
+    assert (bits(actual), collectives(text)) == (bits(expected), {})
     assert list(count_native_calls(text).values()) == [1]
 
 

@@ -20,24 +20,21 @@ SHARDS, COLS = 4, 32
 PER_SHARD = COLS // SHARDS
 AUTO, EXPLICIT, SHARD_MAP, VMAP = "auto", "explicit", "shard_map", "vmap"
 # Rows, by what is in them: which shards hold -inf throughout, which are masked, and what one element is.
-CONTENTS = {
-    "finite": {},
-    "one shard of -inf": {"infinite": [3]},
-    "several of -inf": {"infinite": [0, 2, 3]},
-    "that of the label": {"infinite": [1]},
-    "all of -inf": {"infinite": [0, 1, 2, 3]},
+CONTENTS = {"finite": {}, "one shard of -inf": {"infinite": [3]}, "several of -inf": {"infinite": [0, 2, 3]}}
+CONTENTS |= {"that of the label": {"infinite": [1]}, "all of -inf": {"infinite": [0, 1, 2, 3]}}
+CONTENTS |= {
     "one masked": {"masked": [0]},
     "several masked": {"masked": [0, 2, 3]},
     "all masked": {"masked": [0, 1, 2, 3]},
+}
+CONTENTS |= {
     "one of -inf, another masked": {"infinite": [2], "masked": [3]},
     "masked and of -inf": {"infinite": [2], "masked": [2]},
     "of -inf or masked": {"infinite": [0, 1], "masked": [2, 3]},
-    "NaN": {"value": np.nan},
-    "+inf": {"value": np.inf},
     "NaN beside -inf": {"infinite": [0, 3], "value": np.nan},
     "NaN that is masked": {"masked": [1], "value": np.nan},
-    "ignored": {},
 }
+CONTENTS |= {"NaN": {"value": np.nan}, "+inf": {"value": np.inf}, "ignored": {}}
 NAMES = list(CONTENTS)
 LABELS = np.where([name == "ignored" for name in NAMES], -1, PER_SHARD + np.arange(len(NAMES)) % PER_SHARD)
 LOSSES = jaxnorm.softmax_cross_entropy_with_integer_labels

@@ -241,8 +241,7 @@ def test_a_result_is_kept_by_device_and_sharding(times, devices):
     whole = NamedSharding(split.mesh, P())
     placed = [rows, *(jax.device_put(rows, place) for place in (split, whole, devices[1]))]
     results = [jaxnorm.tune(jax.jit(norms), x, SCALE) for x in placed]
-    assert len({id(tuned) for tuned in results}) == 4
-    assert results[1].where.devices == len(devices)
+    assert (len({id(tuned) for tuned in results}), results[1].where.devices) == (4, len(devices))
     assert "'i'" in results[1].arguments[0]
     assert results[1] != results[0]
 
@@ -624,8 +623,7 @@ def test_turns():
     assert [times[0].beats(times[1]), times[1].beats(times[0])] == [True, False]
     assert called[:4] == [("a", 1), ("a", 1), ("b", 1), ("b", 1)]
     timed = called[4:]
-    assert timed[:4] == [("a", 3), ("b", 3), ("b", 3), ("a", 3)]
-    assert len(timed) == 2 * (1 + turns.TURNS)
+    assert (timed[:4], len(timed)) == ([("a", 3), ("b", 3), ("b", 3), ("a", 3)], 2 * (1 + turns.TURNS))
 
 
 def test_quartiles_that_overlap_do_not_beat():

@@ -15,24 +15,11 @@ from jaxnorm import Quantization
 X, SCALE = jnp.ones((3, 4, 8)), jnp.ones(8)
 TOKENS, LABELS = jnp.ones((2, 3, 2, 8)), jnp.zeros((3, 4), "int32")
 
-
 # A valid call: what is required by a function, by the names of its parameters.
-VALID = {
-    **dict.fromkeys(("x", "logits", "residual", "gate"), X),
-    "q": TOKENS,
-    "k": TOKENS[:, :, :1],
-    "qkv": jnp.ones((2, 3, 4, 8)),
-    "heads": 2,
-    "kv_heads": 1,
-    "labels": LABELS,
-    "kernel": jnp.ones((8, 5)),
-    "table": jnp.ones((5, 8)),
-    "ids": LABELS,
-    "data": X,
-    "segment_ids": LABELS[:, 0],
-    "gate_first": True,
-    "quantization": Quantization("int8"),
-}
+VALID = dict.fromkeys(("x", "logits", "residual", "gate", "data"), X) | dict.fromkeys(("labels", "ids"), LABELS)
+VALID |= {"q": TOKENS, "k": TOKENS[:, :, :1], "qkv": jnp.ones((2, 3, 4, 8)), "heads": 2, "kv_heads": 1}
+VALID |= {"kernel": jnp.ones((8, 5)), "table": jnp.ones((5, 8)), "segment_ids": LABELS[:, 0]}
+VALID |= {"gate_first": True, "quantization": Quantization("int8")}
 OWN = {
     "group_norm": {"num_groups": 2},
     "quantized_dot": {"kernel": jaxnorm.quantize_kernel(jnp.ones((8, 5)), Quantization("int8"))},

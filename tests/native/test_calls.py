@@ -162,8 +162,7 @@ def test_a_product_with_a_workspace_of_any_size(floats):
 def test_products_of_several_axes_and_of_nothing():
     x, y = {0: struct(2, 3, COLS, dtype=E4M3), 1: struct(2, 3, 1)}, {0: struct(2, 3, 32, dtype=BF16)}
     np.testing.assert_array_equal(DOT.but(x, y).run()[0].astype(F32), np.full((2, 3, 32), COLS + 1))
-    assert of_product(rows=0).run()[0].shape == (0, 32)
-    assert of_product(cols=0).run()[0].shape == (ROWS, 0)
+    assert (of_product(rows=0).run()[0].shape, of_product(cols=0).run()[0].shape) == ((0, 32), (ROWS, 0))
 
 
 # What 1 is rounded to, and its scale, whatever the workspace, of which these rows need none.

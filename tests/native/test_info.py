@@ -357,8 +357,7 @@ def test_the_page_says_what_info_prints_and_asks_for_nothing(name, page):
 def test_the_example_begins_with_these_sums(page):
     path, _ = page("--platform", "tpu")
     x = np.array(data_of(path)["example"])
-    assert x.shape == (3, 8)
-    assert [f"{total:.2f}" for total in (x**2).sum(-1)] == SUMS
+    assert (x.shape, [f"{total:.2f}" for total in (x**2).sum(-1)]) == ((3, 8), SUMS)
     rms = x / jaxnorm.rms_norm(jnp.asarray(x, jnp.float32), epsilon=1e-6)
     assert [[f"{value:.2f}" for value in row] for row in rms] == [[value] * 8 for value in RMS]
     text = (Path(__file__).resolve().parents[2] / "docs" / "plans.md").read_text()

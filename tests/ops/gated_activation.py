@@ -168,8 +168,7 @@ def test_an_axis_by_any_name(form, axis, dims):
 def test_two_dtypes(dtypes):
     x = pair()[0].astype(dtypes[0]), pair()[1].astype(dtypes[1])
     y, pullback = jax.vjp(jaxnorm.gated_activation, x)
-    assert y.dtype == "float32"
-    assert [gradient.dtype for gradient in pullback(y)[0]] == list(dtypes)
+    assert (y.dtype, [gradient.dtype for gradient in pullback(y)[0]]) == ("float32", list(dtypes))
 
 
 # Of relu's slope nothing is left where a gate is closed.
@@ -226,8 +225,7 @@ def test_split_columns_stay_where_they_are(devices, axis_type, form):
     leaves, tree = jax.tree.flatten(x)
     of_leaves = lambda dy, *leaves: function(jax.tree.unflatten(tree, leaves), dy)  # noqa: E731
     actual, text = on_mesh(mesh, of_leaves, (dy, *leaves), (P("a", None, "b"), *[columns] * len(leaves)))
-    assert bits(actual) == bits(jax.jit(function)(x, dy))
-    assert collectives(text) == {}
+    assert (bits(actual), collectives(text)) == (bits(jax.jit(function)(x, dy)), {})
     assert count_native_calls(text) == OP.calls(fwd=1, bwd=1)
     assert actual[0].sharding.is_equivalent_to(NamedSharding(mesh, P("a", None, "b")), dy.ndim)
 
