@@ -6,20 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from bad_calls import (
-    EMBEDDING,
-    IDS,
-    LABELS,
-    LINEAR,
-    QUANTIZATION,
-    SCALE,
-    SEGMENT_SUM,
-    TABLE,
-    TOKENS,
-    X,
-    in_order,
-    valid,
-)
+from bad_calls import IDS, LABELS, OF_NO_ROW, SCALE, TABLE, TOKENS, X, in_order, valid
 from coverage import cover, over
 from flax import nnx
 from op import call
@@ -28,8 +15,7 @@ from table import ADDED, GATED_QUANTIZED, NORMS, OPS, QUANTIZED, QUANTIZED_ACTIV
 import jaxnorm
 from jaxnorm import Quantization
 
-TOKEN, OF_NO_ROW = Quantization("int8"), {"Quantization": QUANTIZATION, "linear_cross_entropy": LINEAR}
-OF_NO_ROW |= {"embedding": EMBEDDING, "segment_sum": SEGMENT_SUM}
+TOKEN = Quantization("int8")
 OF_EACH_FUNCTION = list({op.public: op for op in reversed(OPS)}.values())  # the first of each
 WITH_QUANTIZATION = (*QUANTIZED, *GATED_QUANTIZED, *QUANTIZED_ACTIVATIONS)
 

@@ -437,3 +437,6 @@ SEGMENT_SUM = named(
     call(X, IDS, 5, dtype="float32").raises(TypeError, "'dtype'", "the sums have data's dtype"),
     call(X, IDS, dim_size=5).raises(TypeError, "'dim_size'", r"did you mean num_segments\?"),
 )
+# What has no row in the table.
+OF_NO_ROW = {"Quantization": QUANTIZATION, "linear_cross_entropy": LINEAR}
+OF_NO_ROW |= {"embedding": EMBEDDING, "segment_sum": SEGMENT_SUM}
