@@ -10,11 +10,11 @@ from jaxnorm.flax import (
     calls,
     known,
     linen_calls,
-    linen_groups,
     linen_norms,
+    linen_others,
     nnx_calls,
-    nnx_groups,
     nnx_norms,
+    nnx_others,
     replacement,
 )
 from jaxnorm.flax.calls import linen, nnx
@@ -28,7 +28,7 @@ FUNCTIONS: dict[type, calls.Functions] = {
     **dict.fromkeys((nnx.RMSNorm, nnx_norms.RMSNorm, linen.RMSNorm, linen_norms.RMSNorm), calls.RMS),
     **dict.fromkeys((nnx.LayerNorm, nnx_norms.LayerNorm, linen.LayerNorm, linen_norms.LayerNorm), calls.LAYER),
 }
-GROUPED = dict.fromkeys((nnx.GroupNorm, nnx_groups.GroupNorm, linen.GroupNorm, linen_groups.GroupNorm), True)
+GROUPED = dict.fromkeys((nnx.GroupNorm, nnx_others.GroupNorm, linen.GroupNorm, linen_others.GroupNorm), True)
 
 
 def added(norm: Any, x: jax.Array, residual: jax.Array, branch_scale: jax.Array | None = None) -> Any:
@@ -69,9 +69,9 @@ def silu_of_norm(norm: Any, x: jax.Array) -> jax.Array:
     y = None
     if replacement.find(type(norm), GROUPED):
         if isinstance(norm, nnx.Module):
-            y = nnx_groups.grouped(norm, None, x, activation="silu")
+            y = nnx_others.grouped(norm, None, x, activation="silu")
         else:
-            y = linen_groups.grouped(norm, x, None, linen_calls.there, activation="silu")
+            y = linen_others.grouped(norm, x, None, linen_calls.there, activation="silu")
     return jax.nn.silu(norm(x)) if y is None else y
 
 
