@@ -137,15 +137,18 @@ def rounded_once(module: object, what: str) -> dict[str, Any]:
 
 def why_never(module: Any) -> str | None:
     """Why no kernel says the same as a norm of Flax, whatever is normalised; None if that depends on the call."""
-    if module.axis_name is not None and module.axis_index_groups is not None:
-        return "axis_index_groups"
-    if not isinstance(module.epsilon, Real):
-        return "an epsilon that is no Python number"
-    if (why := changed(module)) is not None:
+    if (why := why_options(module)) is not None:
         return why
     # A number that counts from the front is known with x.
     axes = [axes if isinstance(axes, Iterable) else (axes,) for axes in (module.reduction_axes, module.feature_axes)]
     return None if any(axis >= 0 for axis in chain(*axes)) else _why_not_trailing(*map(_sorted, axes))
+
+
+def why_options(module: Any) -> str | None:
+    """The same of a norm's options but for its axes."""
+    if module.axis_name is not None and module.axis_index_groups is not None:
+        return "axis_index_groups"
+    return changed(module) if isinstance(module.epsilon, Real) else "an epsilon that is no Python number"
 
 
 def why_flax(

@@ -37,7 +37,7 @@ class _Groups(nnx.Module):
     scale_offset: float = 0.0
     implementation: Implementation | None = None
 
-    _why_never = staticmethod(group_calls.why_never)
+    _why_never = staticmethod(calls.why_options)
 
     def __init__(
         self,
