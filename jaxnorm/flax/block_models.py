@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxnorm.flax import blocks
-from jaxnorm.flax.blocks import added, gated, own_call
+from jaxnorm.flax.block_parts import added, gated, own_call
 from jaxnorm.flax.calls import linen, nnx
 from jaxnorm.ops.qk_norm_rotary.api import qk_norm_rotary
 
