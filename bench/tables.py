@@ -217,9 +217,10 @@ def share(row, time):
     return f"±{row['± us'] / row[time] / 10:.1f}"
 
 
-def whole_programs(compared, joint, qwen, blocks, decoded):
+def whole_programs(looked_up, compared, joint, qwen, blocks, decoded):
     """A few whole programs, each with a link from README.md to the page that has its table."""
     lines = [
+        of_layers(looked_up, "GPT-2-like"),
         *(line(compared, model, "train step") for model in ("U-Net", "Llama-like, packed")),
         line(joint, "Llama-like, joint", "train step"),
         with_loss(qwen),
@@ -240,6 +241,14 @@ def linked(results, page, *names):
     """The first two cells of a line."""
     _, gpu, *_ = results["header"]["device"].split()
     return [f"[{', '.join(filter(None, names))}](docs/benchmarks/{page})", gpu]
+
+
+def of_layers(results, model):
+    """What `replace_layers` gives in place of Flax's layers, and beside it the lookup alone."""
+    rows = {row["variant"]: row for row in results["rows"] if row["model"] == model}
+    names = linked(results, "models.md#the-lookup-of-tokens", model, "train step", "by replace_layers alone")
+    alone = f"{faster(rows['jaxnorm-lookup']['faster %'])} by the lookup alone"
+    return [*names, alone, faster(rows["jaxnorm-layers"]["faster %"]), share(rows["flax"], "ms")]
 
 
 def with_loss(results):
@@ -297,6 +306,7 @@ def faster(percent):
 SUMMED = ("op", "shape", "M", "N")
 ON_GPU = (*SUMMED, "us", "order us", "fill us", "% of copy", "XLA us", "x XLA", "temp MiB", "XLA temp MiB")
 ON_CPU = (*SUMMED, "ms", "copy ms", "XLA ms", "x XLA")
+IN_TWO_PROCESSES = ("variant", "attention", "flags", "ms", "arrays", "differ")
 NEW_MODELS = ("h100/models", "h100/joint", "h100/qwen")
 TABLES = {
     "h200-headline": (headline, "h200/norms"),
@@ -304,13 +314,14 @@ TABLES = {
     "h200-models": (models, "h200/norms"),
     "cpu-headline": (headline, "cpu/norms"),
     "cpu": (cpu, "cpu/norms"),
-    "whole-programs": (whole_programs, *NEW_MODELS, "h100/blocks", "h100/decoding-joint"),
+    "whole-programs": (whole_programs, "h200/lookups", *NEW_MODELS, "h100/blocks", "h100/decoding-joint"),
     "steps": (steps, *NEW_MODELS),
     "models": (wholes, *NEW_MODELS),
     "decoding": (functools.partial(steps, decoding=True), "h100/decoding", "h100/decoding-joint"),
     "blocks": (blocks, "h100/blocks"),
     "lookups": (wholes, "h200/lookups"),
     "h200-embedding": (functools.partial(chosen, columns=ON_GPU), "h200/embedding"),
+    "reproducible": (functools.partial(chosen, columns=IN_TWO_PROCESSES), "h200/reproducible"),
     "cpu-embedding": (functools.partial(chosen, columns=ON_CPU), "cpu/embedding"),
     "float8-steps": (wholes, "h100/float8", "h200/float8", "h200/float8-flax", "h200/float8-narrow"),
     "float8-forward": (wholes, "h200/float8-forward"),

@@ -16,7 +16,7 @@ import keras
 import pytest
 from calls import INT8, of_x
 from flax import linen, nnx
-from internals import fallback, functions
+from internals import choose_fastest, fallback, functions
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec as P
 from native import without_cuda
@@ -184,6 +184,16 @@ def test_the_direction_that_is_sums_of_rows_has_the_kernel(name, way, chosen):
         runs = call.on("cpu")
         assert runs.implementation == ((chosen or "native") if call.direction == way else "xla")
         assert ("is asked for" in runs.why) == (call.direction == way and chosen is not None)
+
+
+@pytest.mark.needs("kernels")
+@pytest.mark.parametrize(
+    ("cols", "dtype", "runs"), [(511, "float32", "xla"), (512, "float32", "native"), (8, HALF.dtype, "native")]
+)
+def test_short_sums_are_left_to_xla_on_a_cpu(monkeypatch, cols, dtype, runs):
+    choose_fastest(monkeypatch)
+    (call,) = jaxnorm.explain(of_x("segment_sum"), jax.ShapeDtypeStruct((4, cols), dtype))
+    assert call.on("cpu").implementation == runs
 
 
 def test_every_public_function_is_known():

@@ -21,13 +21,13 @@ from jaxnorm.quantization import GROUP_SIZES
 from jaxnorm.sharding import text
 
 _slower, _few, _least = reasons.slower, quantized_dot.FEW, quantized_dot.LEAST
-_few_sums = embedding_op.FEW
+_few_sums, _short_sums = embedding_op.FEW, embedding_op.SHORT
 
 
 def run_every_kernel():
     """Runs kernels also where XLA's code is faster: the laws are theirs."""
     reasons.slower = lambda op, spec, rows: None
-    quantized_dot.FEW = quantized_dot.LEAST = embedding_op.FEW = 0
+    quantized_dot.FEW = quantized_dot.LEAST = embedding_op.FEW = embedding_op.SHORT = 0
 
 
 def choose_fastest(monkeypatch):
@@ -36,3 +36,4 @@ def choose_fastest(monkeypatch):
     monkeypatch.setattr(quantized_dot, "FEW", _few)
     monkeypatch.setattr(quantized_dot, "LEAST", _least)
     monkeypatch.setattr(embedding_op, "FEW", _few_sums)
+    monkeypatch.setattr(embedding_op, "SHORT", _short_sums)

@@ -27,7 +27,7 @@ from jaxnorm.sharding.dims import CallMaps
 from jaxnorm.sharding.placement import Placement
 
 TARGET = "jaxnorm_segment_sum"
-MOST = 2**31 - 2  # positions and segments, which int32 counts
+MOST = 2**31 - 2**10  # positions and segments: int32 counts them, and what a kernel looks ahead
 GATHERS = "XLA gathers rows at the rate of memory"
 # XLA's code is faster where it takes less time than a kernel saves beside the sort, as measured on an H200 (see
 # docs/findings.md): in elements of float32 sums, of which an element of the data, added by an atomic operation, is as
