@@ -18,7 +18,7 @@ from tools import doc_results
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench/results"
-PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/benchmarks/*.md"))]
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
 
 LANGUAGE, IMAGES = models.small(models.LLAMA), replace(models.small(models.VIT), layers=1)
 SANDWICH, CONDITIONED, JOINT = (models.small(spec) for spec in (models.GEMMA, models.DIT, models.QWEN))
