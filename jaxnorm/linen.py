@@ -3,9 +3,7 @@
 from typing import TYPE_CHECKING
 
 from jaxnorm.flax.compare import linen_compare_layers as compare_layers
-from jaxnorm.flax.linen_float8 import using_float8
-from jaxnorm.flax.linen_groups import GroupNorm, InstanceNorm
-from jaxnorm.flax.linen_linear import using_quantized
+from jaxnorm.flax.linen_linear import using_float8, using_quantized
 from jaxnorm.flax.linen_norms import (
     AddLayerNorm,
     AddRMSNorm,
@@ -16,7 +14,7 @@ from jaxnorm.flax.linen_norms import (
     QuantizedRMSNorm,
     RMSNorm,
 )
-from jaxnorm.flax.linen_others import Embed, GatedActivation
+from jaxnorm.flax.linen_others import Embed, GatedActivation, GroupNorm, InstanceNorm
 from jaxnorm.flax.linen_quantize import quantize_linears
 from jaxnorm.flax.linen_replace import using_layers
 from jaxnorm.ops import misuse

@@ -2,9 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from jaxnorm.flax.nnx_float8 import Float8Linear
-from jaxnorm.flax.nnx_groups import GroupNorm, InstanceNorm
-from jaxnorm.flax.nnx_linear import QuantizedLinear, QuantizedParam
+from jaxnorm.flax.nnx_linear import Float8Linear, QuantizedLinear, QuantizedParam
 from jaxnorm.flax.nnx_norms import (
     AddLayerNorm,
     AddRMSNorm,
@@ -15,7 +13,7 @@ from jaxnorm.flax.nnx_norms import (
     QuantizedRMSNorm,
     RMSNorm,
 )
-from jaxnorm.flax.nnx_others import Embed, GatedActivation
+from jaxnorm.flax.nnx_others import Embed, GatedActivation, GroupNorm, InstanceNorm
 from jaxnorm.flax.nnx_replace import replace_layers, restore_layers
 from jaxnorm.ops import misuse
 

@@ -131,6 +131,6 @@ def float8_linears(model: Any, recipe: Float8Recipe = DEFAULT, *, only: Only | N
       ValueError: there is no `flax.nnx.Linear` to compute in float8, and none that was changed before, or the model is
         an argument of a transformation of flax.nnx, as `nnx.jit`, which is running.
     """
-    from jaxnorm.flax import nnx_float8  # Flax is optional
+    from jaxnorm.flax import nnx_linear  # Flax is optional
 
-    return nnx_float8.float8_linears(model, recipe, only)
+    return nnx_linear.float8_linears(model, recipe, only)

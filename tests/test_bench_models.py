@@ -18,7 +18,7 @@ from tools import doc_results
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench/results"
-PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/benchmarks/*.md"))]
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
 
 LANGUAGE, IMAGES = models.small(models.LLAMA), replace(models.small(models.VIT), layers=1)
 SANDWICH, CONDITIONED, JOINT = (models.small(spec) for spec in (models.GEMMA, models.DIT, models.QWEN))
@@ -265,11 +265,11 @@ def test_pages_show_every_table_and_all_were_measured():
 
 # On a CPU XLA adds in order: both lookups train to the same bits in two processes.
 @pytest.mark.long
-def test_processes_that_train_are_compared(results):
-    out = results / "cpu" / "reproducible"
+def test_processes_that_train_are_compared(tmp_path):
+    out = tmp_path / "card/run"
     args = parse(["reproducible", "--small", "--rows", "0", "--out", str(out)])
     args.main(args)
-    (row,) = json.loads((results / "cpu.json").read_text())["reproducible"]["rows"]
+    (row,) = report.load(out)["rows"]
     assert (row["differ"], row["first gradients that differ"]) == (0, [])
     assert row["arrays"] > 40
 

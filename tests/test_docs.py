@@ -38,9 +38,10 @@ SOURCES = [
         if path.suffix in (".py", ".h", ".cc", ".cu", ".cuh", ".cmake", ".sh") and path != Path(__file__).resolve()
     ),
 ]
-# A key of the model hubs' configurations, names of the wheels' platforms, an option of XLA, Flax's product of float8.
+# A key of the model hubs' configurations, names of the wheels' platforms, options of XLA, Flax's product of float8.
 OF_OTHERS = {"partial_rotary_factor", "manylinux_2_28", "manylinux_2_34"}
 OF_OTHERS |= {"xla_gpu_dot_merger_threshold_mb", "Fp8DirectDotGeneralOp", "fp8_ops"}
+OF_OTHERS |= {"xla_gpu_dump_autotune_results_to", "xla_gpu_load_autotune_results_from"}
 
 # Runs in an interpreter of its own: whatever JAX's devices are here, the examples want eight CPU devices. The blocks of
 # a page share a namespace, and a traceback has the page's own line numbers.

@@ -10,8 +10,7 @@ from jax.typing import DTypeLike
 
 from jaxnorm.equinox.norms import why_no_arrays
 from jaxnorm.flax import replacement
-from jaxnorm.flax.explained import explained
-from jaxnorm.flax.quantizations import pair
+from jaxnorm.flax.replacement import explained, pair
 from jaxnorm.ops.quantize.api import quantize
 from jaxnorm.ops.quantized_dot.api import quantized_dot
 from jaxnorm.quantization import Quantization, Quantized

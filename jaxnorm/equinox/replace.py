@@ -10,8 +10,7 @@ from jax.typing import DTypeLike
 from jaxnorm.equinox.linear import QuantizedLinear, why_left
 from jaxnorm.equinox.norms import Embedding, GroupNorm, LayerNorm, RMSNorm, why_never
 from jaxnorm.flax import replacement
-from jaxnorm.flax.quantizations import pair
-from jaxnorm.flax.replacement import Only
+from jaxnorm.flax.replacement import Only, pair
 from jaxnorm.ops.misuse import explained
 from jaxnorm.quantization import Quantization
 from jaxnorm.reports import Path, Report

@@ -6,20 +6,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxnorm.flax import (
-    calls,
-    known,
-    linen_calls,
-    linen_groups,
-    linen_norms,
-    nnx_calls,
-    nnx_groups,
-    nnx_norms,
-    replacement,
-)
+from jaxnorm.flax import calls, known, linen_calls, linen_norms, linen_others, nnx_calls, nnx_norms, nnx_others
 from jaxnorm.flax.calls import linen, nnx
 from jaxnorm.flax.formula import Own, parameters_of
 from jaxnorm.flax.nnx_replace import class_before
+from jaxnorm.flax.replacement import find
 from jaxnorm.ops.gated_activation.api import gated_activation
 from jaxnorm.ops.norm.added_api import add_rms_norm
 
@@ -28,14 +19,14 @@ FUNCTIONS: dict[type, calls.Functions] = {
     **dict.fromkeys((nnx.RMSNorm, nnx_norms.RMSNorm, linen.RMSNorm, linen_norms.RMSNorm), calls.RMS),
     **dict.fromkeys((nnx.LayerNorm, nnx_norms.LayerNorm, linen.LayerNorm, linen_norms.LayerNorm), calls.LAYER),
 }
-GROUPED = dict.fromkeys((nnx.GroupNorm, nnx_groups.GroupNorm, linen.GroupNorm, linen_groups.GroupNorm), True)
+GROUPED = dict.fromkeys((nnx.GroupNorm, nnx_others.GroupNorm, linen.GroupNorm, linen_others.GroupNorm), True)
 
 
 def added(norm: Any, x: jax.Array, residual: jax.Array, branch_scale: jax.Array | None = None) -> Any:
     """`norm(h), h` of `h = branch_scale * x + residual`, of a norm of Flax, of this package or of a known model."""
     factors = () if branch_scale is None else (branch_scale,)
     residual = residual.astype(jnp.result_type(x, residual, *factors))  # the dtype of the sum
-    functions = replacement.find(type(norm), FUNCTIONS)
+    functions = find(type(norm), FUNCTIONS)
     if functions is not None:
         add = partial(functions.add, branch_scale=branch_scale)
         rows = (x, residual)
@@ -67,11 +58,11 @@ def _added_of_known(norm: Any, x: jax.Array, residual: jax.Array, branch_scale: 
 def silu_of_norm(norm: Any, x: jax.Array) -> jax.Array:
     """`silu(norm(x))` of a GroupNorm, in one call; of another norm in two."""
     y = None
-    if replacement.find(type(norm), GROUPED):
+    if find(type(norm), GROUPED):
         if isinstance(norm, nnx.Module):
-            y = nnx_groups.grouped(norm, None, x, activation="silu")
+            y = nnx_others.grouped(norm, None, x, activation="silu")
         else:
-            y = linen_groups.grouped(norm, x, None, linen_calls.there, activation="silu")
+            y = linen_others.grouped(norm, x, None, linen_calls.there, activation="silu")
     return jax.nn.silu(norm(x)) if y is None else y
 
 

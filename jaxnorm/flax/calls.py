@@ -14,8 +14,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxnorm.flax.replacement import why_dtypes as why_dtypes
+from jaxnorm.native import ffi
 from jaxnorm.ops import checks
 from jaxnorm.ops.embedding.api import embedding
+from jaxnorm.ops.float8_linear import call
+from jaxnorm.ops.float8_linear.recipe import Float8Recipe
 from jaxnorm.ops.norm.added_api import add_layer_norm, add_rms_norm
 from jaxnorm.ops.norm.api import layer_norm, rms_norm
 from jaxnorm.ops.norm.checks import check_branch_scale
@@ -65,6 +68,35 @@ def linear_dtype(preferred: Any, dtype: Any, bias: jax.Array | None) -> Any:
     return jnp.promote_types(preferred, dtype)
 
 
+def float8_linear(
+    module: Any,
+    recipe: Float8Recipe,
+    inputs: jax.Array | Quantized,
+    kernel: jax.Array,
+    bias: jax.Array | None,
+    out_sharding: Any = None,
+) -> jax.Array:
+    """The call of a layer with these parameters, which are read as they are; the result has Flax's dtype.
+
+    That of a `Quantized` is the module's, or bfloat16 where it has none.
+    """
+    preferred = getattr(module, "preferred_element_type", None)
+    if isinstance(inputs, Quantized):
+        x: Any = inputs
+        dtype = module.dtype
+    else:
+        dtype = linen.dtypes.canonicalize_dtype(inputs, kernel, bias, dtype=module.dtype)
+        x = _rounded(jnp.asarray(inputs), dtype)
+    out_dtype = linear_dtype(preferred, dtype, bias)
+    name, precision = type(module).__name__, module.precision
+    return call.linear(name, x, kernel, bias, out_dtype, recipe, None, precision, out_sharding)
+
+
+def _rounded(x: jax.Array, dtype: Any) -> jax.Array:
+    """x as Flax's promotion to `dtype` rounds it. Mere widening changes no value, and takes bytes."""
+    return x if jnp.dtype(dtype) == jnp.float32 and x.dtype in ffi.DTYPES else x.astype(dtype)
+
+
 RMS = Functions(rms_norm, add_rms_norm, rms_norm_quantized)
 LAYER = Functions(layer_norm, add_layer_norm, layer_norm_quantized)
 
@@ -105,15 +137,18 @@ def rounded_once(module: object, what: str) -> dict[str, Any]:
 
 def why_never(module: Any) -> str | None:
     """Why no kernel says the same as a norm of Flax, whatever is normalised; None if that depends on the call."""
-    if module.axis_name is not None and module.axis_index_groups is not None:
-        return "axis_index_groups"
-    if not isinstance(module.epsilon, Real):
-        return "an epsilon that is no Python number"
-    if (why := changed(module)) is not None:
+    if (why := why_options(module)) is not None:
         return why
     # A number that counts from the front is known with x.
     axes = [axes if isinstance(axes, Iterable) else (axes,) for axes in (module.reduction_axes, module.feature_axes)]
     return None if any(axis >= 0 for axis in chain(*axes)) else _why_not_trailing(*map(_sorted, axes))
+
+
+def why_options(module: Any) -> str | None:
+    """The same of a norm's options but for its axes."""
+    if module.axis_name is not None and module.axis_index_groups is not None:
+        return "axis_index_groups"
+    return changed(module) if isinstance(module.epsilon, Real) else "an epsilon that is no Python number"
 
 
 def why_flax(

@@ -1,7 +1,6 @@
 """When a GroupNorm or an InstanceNorm of either API of Flax is computed by `jaxnorm.group_norm`, and how."""
 
 from collections.abc import Iterable
-from numbers import Real
 from typing import Any, get_args
 
 import jax
@@ -13,20 +12,11 @@ from jaxnorm.ops.group_norm.formula import Activation
 WHAT = "a norm with scale_offset"
 
 
-def why_never(module: Any) -> str | None:
-    """Why the function never says the same as a norm of Flax; None if that depends on the call."""
-    if module.axis_name is not None and module.axis_index_groups is not None:
-        return "axis_index_groups"
-    if not isinstance(module.epsilon, Real):
-        return "an epsilon that is no Python number"
-    return calls.changed(module)
-
-
 def why_flax(
     module: Any, x: jax.Array, mask: object, parameters: Iterable[jax.Array | None], dtypes: Iterable[Any]
 ) -> str | None:
     """Why no kernel says the same as Flax for `module(x, mask=mask)`; None if one does, as of `calls.why_flax`."""
-    if (why := why_never(module)) is not None:
+    if (why := calls.why_options(module)) is not None:
         return why
     if mask is not None:
         return "a mask"
@@ -35,10 +25,8 @@ def why_flax(
     # Of channels before positions Flax's fast variance, of one pass over x, is as fast as kernels and XLA or faster.
     if channel_axis(module, x.ndim) != -1:
         return f"feature_axes={module.feature_axes}"
-    # As of `calls.why_flax`.
-    split = tuple(jax.typeof(x).sharding.spec)[-1:]
-    if any(p is not None and tuple(jax.typeof(p).sharding.spec) not in ((None,), split) for p in parameters):
-        return "parameters that an Explicit mesh splits otherwise than x"
+    if calls.is_split_otherwise(x, parameters):
+        return calls.SPLIT_OTHERWISE
     return calls.why_dtypes(*dtypes)
 
 

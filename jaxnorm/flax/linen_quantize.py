@@ -14,7 +14,7 @@ from jaxnorm.flax import linen_layers, replacement
 from jaxnorm.flax.calls import linen
 from jaxnorm.flax.linen_layers import Change
 from jaxnorm.flax.linen_linear import LAYERS, product, summed_axes, using_quantized
-from jaxnorm.flax.quantizations import of_rows
+from jaxnorm.flax.replacement import of_rows
 from jaxnorm.inspect.explain import of_arrays
 from jaxnorm.ops.misuse import explained
 from jaxnorm.ops.quantize.api import quantize

@@ -8,10 +8,9 @@ from typing import Any
 from jaxnorm.flax import known, replacement
 from jaxnorm.flax.calls import linen
 from jaxnorm.flax.formula import Own
-from jaxnorm.flax.linen_groups import GroupNorm, InstanceNorm
 from jaxnorm.flax.linen_layers import Nested, intercepted
 from jaxnorm.flax.linen_norms import LayerNorm, RMSNorm
-from jaxnorm.flax.linen_others import Embed
+from jaxnorm.flax.linen_others import Embed, GroupNorm, InstanceNorm
 from jaxnorm.reports import Report
 
 # Flax's layers, and what computes a call of each.

@@ -1,23 +1,89 @@
-"""Linear layers of `flax.nnx` with quantised kernels, and how a model gets them."""
+"""Linear layers of `flax.nnx` that are quantised or computed in float8, how a model gets them, and why others stay."""
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxnorm.flax import calls, nnx_calls, nnx_layers
+from jaxnorm.flax import calls, nnx_calls, nnx_replace, replacement
 from jaxnorm.flax.calls import nnx
-from jaxnorm.flax.explained import explained
-from jaxnorm.flax.quantizations import pair
-from jaxnorm.flax.replacement import Only
+from jaxnorm.flax.replacement import Only, explained, pair
+from jaxnorm.ops.float8_linear.api import DEFAULT
+from jaxnorm.ops.float8_linear.recipe import Float8Recipe, check_recipe
 from jaxnorm.ops.quantize.api import quantize, quantize_kernel
 from jaxnorm.ops.quantized_dot.api import quantized_dot
 from jaxnorm.quantization import Quantization, Quantized
 from jaxnorm.reports import Report
 
 _quantised = jax.jit(quantize_kernel, static_argnames="quantization")
+# What such layers become, and why each is left where it is met.
+OURS: dict[type, str] = {}
+# Layers of Flax with weights that are left as they are.
+OTHERS = (nnx.LinearGeneral, nnx.Einsum, nnx.Conv, nnx.ConvTranspose, nnx.Embed)
+FLAXS_OWN = {"dot_general": jax.lax.dot_general, "promote_dtype": nnx.nn.dtypes.promote_dtype}
+
+
+class Change(NamedTuple):
+    """What `function` does to linear layers: it is `done`, as "quantised", to those that it is `to_do` for."""
+
+    function: str
+    to_do: str
+    done: str
+    of_linen: str  # why modules of flax.linen within a model are left
+    linen_remedy: str  # where the model itself is one
+    remedy: str = ""  # for a LinearGeneral
+
+
+def chosen(change: Change, model: Any, only: Only | None) -> tuple[Report, list[Any]]:
+    """The linear layers of a model that are changed, and the report of them and of those that are left."""
+    function = change.function
+    replacement.check_only(function, only)
+    report, layers = Report(), []
+    for path, module in nnx_replace.modules_of(function, model, change.linen_remedy):
+        cls = type(module)
+        if replacement.find(cls, {nnx.Linear: True}):
+            why = why_left(module) or ("only is false of it" if only and not only(path, module) else None)
+            if why is None:
+                layers.append(module)
+        elif (why := _why_class(cls, change)) is None:
+            continue
+        report.add(path, cls, why)
+    report.check_found(function, f"flax.nnx.Linear to {change.to_do}", model)
+    return report, layers
+
+
+def _why_class(cls: type, change: Change) -> str | None:
+    """Why a module of a class is left. None if it is no linear layer."""
+    if issubclass(cls, nnx.bridge.ToNNX):
+        return change.of_linen
+    if ours := next((why for base, why in OURS.items() if issubclass(cls, base)), None):
+        return ours
+    if issubclass(cls, nnx.Linear):
+        return "its __call__ is not Flax's"
+    remedy = change.remedy if issubclass(cls, nnx.LinearGeneral) else ""
+    return f"only flax.nnx.Linear is {change.done}{remedy}" if issubclass(cls, OTHERS) else None
+
+
+def why_left(module: Any) -> str | None:
+    """Why a linear layer stays Flax's. None if it can be changed."""
+    dtypes = (module.kernel.dtype, *([module.dtype] if module.dtype else []))
+    why = calls.why_dtypes(*dtypes)
+    return replacement.why_own(module, FLAXS_OWN) or (why and f"it is of {why}")
+
+
+def check_own(module: Any, done: str) -> None:
+    """An error where the constructor of a layer of ours was given what only Flax's own code computes."""
+    if (why := why_left(module)) is not None:
+        name = type(module).__name__
+        raise TypeError(f"{name}: cannot be {done}: {why}. Leave that out, or take flax.nnx.Linear.")
+
+
+def become(module: Any, ours: type) -> None:
+    """Makes a layer of Flax one of a class of ours."""
+    cls: type = type(module)
+    object.__setattr__(module, "__class__", ours if cls is nnx.Linear else nnx_replace.with_base(cls, ours))
 
 
 class QuantizedParam(nnx.Variable[Any]):
@@ -55,7 +121,7 @@ class QuantizedLinear(nnx.Linear):
     ) -> None:
         kernels, inputs = pair("QuantizedLinear", kernels, inputs)
         super().__init__(in_features, out_features, **flax)
-        nnx_layers.check_own(self, "quantised")
+        check_own(self, "quantised")
         _set(self, kernels, inputs, _variables(self.kernel, kernels))
 
     @property
@@ -81,8 +147,8 @@ class QuantizedLinear(nnx.Linear):
         return y
 
 
-nnx_layers.OURS[QuantizedLinear] = "it is quantised already"
-QUANTISE = nnx_layers.Change(
+OURS[QuantizedLinear] = "it is quantised already"
+QUANTISE = Change(
     "quantize_linears",
     "quantise",
     "quantised",
@@ -96,7 +162,7 @@ def quantize_linears(
 ) -> tuple[Any, Report]:
     """`jaxnorm.quantize_linears`."""
     kernels, inputs = pair("quantize_linears", kernels, inputs)
-    report, layers = nnx_layers.chosen(QUANTISE, model, only)
+    report, layers = chosen(QUANTISE, model, only)
 
     # Of each kernel once, so that layers which share one share what comes of it. A kernel that no other layer has is
     # freed before the next one is quantised.
@@ -105,7 +171,7 @@ def quantize_linears(
         shared = id(layer.kernel)
         if shared not in made:
             made[shared] = _variables(layer.kernel, kernels)
-        nnx_layers.become(layer, QuantizedLinear)
+        become(layer, QuantizedLinear)
         _set(layer, kernels, inputs, made[shared])
     return model, report
 
@@ -142,3 +208,63 @@ def _set(module: Any, kernels: Quantization, inputs: Quantization | None, variab
     del module.kernel
     module.values, module.scales = variables["values"], variables["scales"]
     module.kernels, module.inputs = kernels, inputs
+
+
+@explained
+class Float8Linear(nnx.Linear):
+    """A `flax.nnx.Linear` that is computed by `jaxnorm.float8_linear`, forward and backward, without state.
+
+        layer = Float8Linear(256, 512, dtype=jnp.bfloat16, rngs=rngs)
+        y = layer(x)  # float8_linear(x, layer.kernel, bias=layer.bias, recipe=layer.recipe, out_dtype=jnp.bfloat16)
+
+    `jaxnorm.float8_linears` makes them of the layers of a model. Parameters, their names, metadata and checkpoints are
+    Flax's. `recipe` says how the function rounds, and what it keeps for the derivative.
+
+    The kernel is rounded once, from its own dtype, where Flax rounds it to `dtype` before `dot_general`; its gradient
+    is as it is, of float32 for a float32 kernel. x is rounded to `dtype` first, as Flax does it. The bias is added in
+    float32 before the result is rounded, and its gradient is a sum in float32.
+
+    An x that is a `Quantized` of float8_e4m3fn, as a `QuantizedRMSNorm` gives it, is taken as it is, and with
+    `straight_through=True` there its gradient flows on. The result has Flax's dtype; that of a `Quantized` is `dtype`,
+    or bfloat16 where that is None.
+
+    The constructor's other arguments are Flax's; a `precision` of "highest" multiplies what was rounded in float32, and
+    others change nothing.
+
+    Raises:
+      TypeError: recipe is no `Float8Recipe`, or there is a `dot_general` or `promote_dtype` that is not Flax's, or a
+        dtype that is not float32, bfloat16 or float16. Of a call, those of `float8_linear`.
+    """
+
+    recipe: Float8Recipe
+
+    def __init__(self, in_features: int, out_features: int, *, recipe: Float8Recipe = DEFAULT, **flax: Any) -> None:
+        recipe = check_recipe("Float8Linear", recipe)
+        super().__init__(in_features, out_features, **flax)
+        check_own(self, "computed in float8")
+        self.recipe = recipe
+
+    def __call__(self, inputs: jax.Array | Quantized, out_sharding: Any = None) -> jax.Array:
+        kernel, bias = self.kernel[...], nnx_calls.value(self.bias)
+        return calls.float8_linear(self, self.recipe, inputs, kernel, bias, out_sharding)
+
+
+OURS[Float8Linear] = "it is computed in float8 already"
+COMPUTE_IN_FLOAT8 = Change(
+    "float8_linears",
+    "compute in float8",
+    "computed in float8",
+    of_linen="its modules are of flax.linen: call it within jaxnorm.linen.using_float8()",
+    linen_remedy="a linen module has no layers until it is called. Call it within jaxnorm.linen.using_float8()",
+    remedy=": give this one dot_general=recipe.dot_general",
+)
+
+
+def float8_linears(model: Any, recipe: Float8Recipe, only: Only | None) -> tuple[Any, Report]:
+    """`jaxnorm.float8_linears`."""
+    recipe = check_recipe("float8_linears", recipe)
+    report, layers = chosen(COMPUTE_IN_FLOAT8, model, only)
+    for layer in layers:
+        become(layer, Float8Linear)
+        layer.recipe = recipe
+    return model, report

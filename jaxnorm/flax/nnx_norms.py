@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jaxnorm.flax import calls, nnx_calls
 from jaxnorm.flax.calls import nnx
-from jaxnorm.flax.explained import explained
+from jaxnorm.flax.replacement import explained
 from jaxnorm.ops.activation import Synonym
 from jaxnorm.ops.norm.gated_api import gated_rms_norm
 from jaxnorm.ops.norm.gated_formula import Activation

@@ -9,9 +9,8 @@ import jax
 from jaxnorm.flax import calls, known, replacement
 from jaxnorm.flax.calls import linen, nnx
 from jaxnorm.flax.formula import Own
-from jaxnorm.flax.nnx_groups import GroupNorm, InstanceNorm
 from jaxnorm.flax.nnx_norms import LayerNorm, RMSNorm
-from jaxnorm.flax.nnx_others import Embed
+from jaxnorm.flax.nnx_others import Embed, GroupNorm, InstanceNorm
 from jaxnorm.reports import Path, Report
 
 # Flax's layers, and what each of them becomes.

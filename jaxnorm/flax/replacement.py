@@ -1,17 +1,27 @@
-"""Which modules of a model become jaxnorm's, why others do not, and what is said of what is no model."""
+"""What layers of all libraries share: which modules of a model become jaxnorm's, and why others do not.
+
+Also what is said of what is no model or does not fit a layer, and what a linear layer may be quantised to.
+"""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
-from typing import Any
+from typing import Any, TypeVar, get_args
 
 import jax.numpy as jnp
+import numpy as np
 
 from jaxnorm.native import ffi
+from jaxnorm.ops import misuse
+from jaxnorm.ops.quantized_dot.checks import dtypes_beside
+from jaxnorm.quantization import Quantization
 from jaxnorm.reports import ALREADY, Path
 
+C = TypeVar("C", bound=type)
 OURS_ALREADY = f"it is jaxnorm's{ALREADY}"
 TRACED = " in what was traced within"  # of contexts: what was compiled in one like it is not
 # From classes of norms to the functions of a module and its arguments that compute them.
@@ -158,3 +168,84 @@ def why_dtypes(*dtypes: Any) -> str | None:
     """The first of `dtypes` that kernels do not read and write: integers, float64, complex: the library's."""
     unknown = (dtype for dtype in map(jnp.dtype, dtypes) if dtype not in ffi.DTYPES)
     return next(map(str, unknown), None)
+
+
+def explained(cls: C) -> C:
+    """The class, whose errors say what was meant where a call, or that of the constructor, does not fit."""
+    for method in ("__init__", "__call__"):
+        setattr(cls, method, _explained(cls, method))
+    return cls
+
+
+def _explained(cls: type, method: str) -> Callable[..., Any]:
+    function: Callable[..., Any] = getattr(cls, method)
+
+    @functools.wraps(function)
+    def called(self: Any, *args: Any, **keywords: Any) -> Any:
+        try:
+            return function(self, *args, **keywords)
+        except TypeError:
+            why = misuse.unbound(cls.__name__, _parameters(cls, method), args, keywords)
+            if why is None:
+                raise
+        raise TypeError(f"{cls.__name__}: {why}")
+
+    return called
+
+
+def _parameters(cls: type, method: str) -> misuse.Parameters:
+    """Those of a method, and those of the bases' to which it passes on what it does not name."""
+    found: dict[str, inspect.Parameter] = {}
+    takes = [inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    for base in (base for base in cls.__mro__ if method in vars(base)):
+        _, *own = inspect.signature(vars(base)[method]).parameters.values()
+        kinds = {p.kind: p for p in own}
+        found |= {p.name: p for p in own if p.kind in takes and p.name not in found}
+        if (others := kinds.get(inspect.Parameter.VAR_KEYWORD)) is None:
+            break
+        if typed := get_args(others.annotation):  # an Unpack of a TypedDict, which has them all
+            found |= {name: others.replace(name=name, kind=takes[0], default=None) for name in typed[0].__annotations__}
+            break
+        if inspect.Parameter.VAR_POSITIONAL not in kinds:
+            takes = takes[:1]
+    return found
+
+
+def pair(function: str, kernels: Any, inputs: Any) -> tuple[Quantization, Quantization | None]:
+    """Both, quantised with a scale for each row, to dtypes of which there is a product."""
+    kernels = of_rows(function, "kernels", kernels)
+    if inputs is None:
+        return kernels, None
+    inputs = of_rows(function, "inputs", inputs)
+    theirs, ours = (jnp.dtype(quantization.dtype) for quantization in (kernels, inputs))
+    if ours.name not in (expected := dtypes_beside(theirs)):
+        raise TypeError(
+            f"{function}: inputs are quantised to {ours}, expected {' or '.join(expected)} for kernels of "
+            f"{theirs}; leave inputs out to quantise the kernels only."
+        )
+    return kernels, inputs
+
+
+def of_rows(function: str, name: str, given: Any) -> Quantization:
+    """What is given for "kernels" or "inputs", or what a dtype stands for, with a scale for each row."""
+    quantization = _quantization(function, name, given)
+    if quantization.granularity != "token":
+        why = "an output" if name == "kernels" else "a row of the input"
+        raise ValueError(
+            f"{function}: {name} has granularity={quantization.granularity!r}, expected 'token', a scale for {why}."
+        )
+    return quantization
+
+
+def _quantization(function: str, name: str, given: Any) -> Quantization:
+    """What is given, or what a dtype stands for."""
+    if isinstance(given, Quantization):
+        return given
+    try:
+        # Of an array numpy would take its dtype.
+        return Quantization(jnp.dtype(given) if isinstance(given, (str, type, np.dtype)) else None)
+    except TypeError as error:
+        example = f"{name}=jaxnorm.Quantization(jax.numpy.int8)"
+        raise TypeError(
+            f"{function}: {name} must be a jaxnorm.Quantization, as {example}, or a dtype that it takes, got {given!r}."
+        ) from error
