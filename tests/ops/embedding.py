@@ -141,6 +141,14 @@ def test_ids_of_every_dtype(dtype, length):
             np.testing.assert_array_equal(jaxnorm.segment_sum(jnp.ones((len(ids), 3)), given, length), sums)
 
 
+def test_more_rows_than_int32_numbers():
+    table, ids = jax.ShapeDtypeStruct((2**31, 1), "bfloat16"), jax.ShapeDtypeStruct((3,), "int32")
+    with pytest.raises(ValueError, match=r"^embedding: table has 2147483648 rows, expected less than 2³¹"):
+        jax.eval_shape(jaxnorm.embedding, table, ids)
+    with pytest.raises(ValueError, match=r"^segment_sum: num_segments is 2147483648, expected less than 2³¹"):
+        jax.eval_shape(lambda ids: jaxnorm.segment_sum(jnp.ones(3), ids, 2**31), ids)
+
+
 # What is not finite stays in its row, and what no row has is nowhere.
 @pytest.mark.on_emulator
 @cover(value=[np.nan, np.inf], implementation=IMPLEMENTATIONS)

@@ -51,7 +51,7 @@ def embedding(
     choice = checks.check_implementation(name, implementation)
     if compat.are_summed(weights, numbers)[0]:
         weights = weights.astype(np.float32)  # in which the gradient is summed over devices, too
-    length = weights.shape[0]
+    length = _check_length(name, "table has", "rows", weights.shape[0])
     spec = Lookup(
         function=name,
         out_dtype=out_dtype,
@@ -180,7 +180,15 @@ def _check_segments(function: str, value: Any, numbers: Any) -> Any:
         return value
     if (segments := checks.check_int(function, "num_segments", value, "it is how many sums there are")) < 0:
         raise ValueError(f"{function}: num_segments must not be negative, got {segments}.")
-    return segments
+    return _check_length(function, "num_segments is", "", segments)
+
+
+def _check_length(function: str, what: str, unit: str, length: Any) -> Any:
+    if isinstance(length, int) and length >= 2**31:
+        raise ValueError(
+            f"{function}: {what} {length}{unit and ' '}{unit}, expected less than 2³¹, as int32 numbers them."
+        )
+    return length
 
 
 def _from_the_end(numbers: Any, length: Any) -> jax.Array:
