@@ -10,6 +10,9 @@
 
 namespace jaxnorm {
 
+// Of positions, and of segments: so that int32 counts what a kernel looks ahead, too.
+constexpr int64_t kMostSegments = (int64_t{1} << 31) - (1 << 10);
+
 struct SegmentSum {
   int32_t positions, segments;
   int64_t cols;

@@ -1,8 +1,6 @@
 // The reader of sums of segments. data has the shape (positions, columns).
 #pragma once
 
-#include <limits>
-
 #include "ffi/table.h"
 #include "ops/segment_sum/call.h"
 
@@ -10,7 +8,7 @@ namespace jaxnorm {
 
 inline SegmentSum read_segment_sum(Reader& in) {
   Shape data = in.operand_shape("data", 0);
-  in.require(data.size() == 2 && data[0] <= std::numeric_limits<int32_t>::max(), "data is no matrix of int32's rows");
+  in.require(data.size() == 2 && data[0] <= kMostSegments, "data is no matrix, or has more rows than kernels count");
   data.resize(2);
   SegmentSum p{};
   p.positions = static_cast<int32_t>(data[0]), p.cols = data[1];
@@ -18,7 +16,7 @@ inline SegmentSum read_segment_sum(Reader& in) {
   p.ids = in.i32_operand("ids", {data[0]});
   if (in.flag("has_order")) p.order = in.i32_operand("order", {data[0]});
   const int64_t segments = in.attribute<int64_t>("segments");
-  in.require(segments >= 0 && segments <= std::numeric_limits<int32_t>::max(), "segments is no length of int32");
+  in.require(segments >= 0 && segments <= kMostSegments, "segments is no length, or more than kernels count");
   p.segments = static_cast<int32_t>(segments);
   p.sums = in.result("sums", {segments, p.cols});
   p.workspace = in.workspace();
