@@ -16,18 +16,32 @@ import jaxnorm
 from jaxnorm import linen as jaxnorm_linen, nnx
 from jaxnorm.ops.misuse import FORMER, are_related
 
-CALLS = """
-rms_norm(x, scale) layer_norm(x, scale, bias) add_rms_norm(x, residual, scale)
-add_layer_norm(x, residual, scale, bias) rms_norm_add_rms_norm(x, residual, post_scale, scale) gated_activation(x)
-gated_activation_quantized(x) gated_rms_norm(x, gate, scale) gated_rms_norm_quantized(x, gate, scale)
-group_norm(x, scale, bias) softmax(x) log_softmax(x)
-softmax_cross_entropy_with_integer_labels(logits, labels, axis, where) linear_cross_entropy(x, kernel, labels)
-qk_norm_rotary(q, k, q_scale, k_scale, positions) qkv_norm_rotary(qkv, q_scale, k_scale, positions)
-rms_norm_quantized(x, scale) layer_norm_quantized(x, scale, bias) quantize(x, quantization)
-quantize_kernel(kernel, quantization) quantized_dot(x, kernel) float8_linear(x, kernel) embedding(table, ids)
-segment_sum(data, segment_ids, num_segments)
-"""
-POSITIONAL = {name: args.split(", ") for name, args in re.findall(r"(\w+)\(([^)]*)\)", CALLS)}
+POSITIONAL = {
+    "rms_norm": ["x", "scale"],
+    "layer_norm": ["x", "scale", "bias"],
+    "add_rms_norm": ["x", "residual", "scale"],
+    "add_layer_norm": ["x", "residual", "scale", "bias"],
+    "rms_norm_add_rms_norm": ["x", "residual", "post_scale", "scale"],
+    "gated_activation": ["x"],
+    "gated_activation_quantized": ["x"],
+    "gated_rms_norm": ["x", "gate", "scale"],
+    "gated_rms_norm_quantized": ["x", "gate", "scale"],
+    "group_norm": ["x", "scale", "bias"],
+    "softmax": ["x"],
+    "log_softmax": ["x"],
+    "softmax_cross_entropy_with_integer_labels": ["logits", "labels", "axis", "where"],
+    "linear_cross_entropy": ["x", "kernel", "labels"],
+    "qk_norm_rotary": ["q", "k", "q_scale", "k_scale", "positions"],
+    "qkv_norm_rotary": ["qkv", "q_scale", "k_scale", "positions"],
+    "rms_norm_quantized": ["x", "scale"],
+    "layer_norm_quantized": ["x", "scale", "bias"],
+    "quantize": ["x", "quantization"],
+    "quantize_kernel": ["kernel", "quantization"],
+    "quantized_dot": ["x", "kernel"],
+    "float8_linear": ["x", "kernel"],
+    "embedding": ["table", "ids"],
+    "segment_sum": ["data", "segment_ids", "num_segments"],
+}
 # Of the table.
 OF_NO_ROW = {"linear_cross_entropy", "quantize", "quantize_kernel", "quantized_dot", "float8_linear"}
 OF_NO_ROW |= {"embedding", "segment_sum"}
@@ -271,25 +285,55 @@ def test_an_argument_too_many(function):
         called(*args, **{names[0]: args[0]})
 
 
-MISTYPED = """
-epsilom: epsilon; Scale: scale; activations: activation; pad: pad_to; scale_ofset: scale_offset; smooth: smooth_scale;
-straightthrough: straight_through; casual: causal
-"""
+MISTYPED = {
+    "epsilom": "epsilon",
+    "Scale": "scale",
+    "activations": "activation",
+    "pad": "pad_to",
+    "scale_ofset": "scale_offset",
+    "smooth": "smooth_scale",
+    "straightthrough": "straight_through",
+    "casual": "causal",
+}
 # The names that other libraries have for an argument.
-NAMES = """
-x: inputs; epsilon: eps, variance_epsilon, layer_norm_eps; scale: weight, gamma; bias: beta, b;
-axis: dim, axes, normalized_shape; activation: act, nonlinearity; num_groups: groups, num_group, n_groups;
-group_size: channels_per_group, groupsize; z_loss: z_loss_weight, lse_square_scale; theta: rope_theta, base;
-heads_axis: axis_of_heads, head_axis; heads: num_heads, num_attention_heads;
-kv_heads: num_kv_heads, num_key_value_heads; out_dtype: dtype; implementation: backend; quantization: quant;
-scale_offset=1.0: zero_centered_gamma; gate: z; gate_first=not norm_before_gate: norm_before_gate; where: mask;
-causal: is_causal; labels: targets; row_weights: loss_mask; residual: skip; label_smoothing: smoothing;
-ignore_index: ignore_label; soft_cap: final_logit_softcapping; logit_scale=1 / temperature: temperature;
-return_logsumexp: return_lse; positions: position_ids; frequencies: inv_freq; rotary_dim: rotary_ndims;
-normalize: norm; q_scale: q_norm; k_scale: k_weight
-"""
-SYNONYMS = {ours: names.split(", ") for ours, names in re.findall(r"(\w[^:;]*): ([^;\n]+)", NAMES)}
-MEANT = dict(re.findall(r"(\w+): (\w+)", MISTYPED)) | {name: ours for ours, names in SYNONYMS.items() for name in names}
+SYNONYMS = {
+    "x": ["inputs"],
+    "epsilon": ["eps", "variance_epsilon", "layer_norm_eps"],
+    "scale": ["weight", "gamma"],
+    "bias": ["beta", "b"],
+    "axis": ["dim", "axes", "normalized_shape"],
+    "activation": ["act", "nonlinearity"],
+    "num_groups": ["groups", "num_group", "n_groups"],
+    "group_size": ["channels_per_group", "groupsize"],
+    "z_loss": ["z_loss_weight", "lse_square_scale"],
+    "theta": ["rope_theta", "base"],
+    "heads_axis": ["axis_of_heads", "head_axis"],
+    "heads": ["num_heads", "num_attention_heads"],
+    "kv_heads": ["num_kv_heads", "num_key_value_heads"],
+    "out_dtype": ["dtype"],
+    "implementation": ["backend"],
+    "quantization": ["quant"],
+    "scale_offset=1.0": ["zero_centered_gamma"],
+    "gate": ["z"],
+    "gate_first=not norm_before_gate": ["norm_before_gate"],
+    "where": ["mask"],
+    "causal": ["is_causal"],
+    "labels": ["targets"],
+    "row_weights": ["loss_mask"],
+    "residual": ["skip"],
+    "label_smoothing": ["smoothing"],
+    "ignore_index": ["ignore_label"],
+    "soft_cap": ["final_logit_softcapping"],
+    "logit_scale=1 / temperature": ["temperature"],
+    "return_logsumexp": ["return_lse"],
+    "positions": ["position_ids"],
+    "frequencies": ["inv_freq"],
+    "rotary_dim": ["rotary_ndims"],
+    "normalize": ["norm"],
+    "q_scale": ["q_norm"],
+    "k_scale": ["k_weight"],
+}
+MEANT = MISTYPED | {theirs: ours for ours, names in SYNONYMS.items() for theirs in names}
 # What is to be done without an argument that no function like it has.
 INSTEAD = {
     "bias": "add it to (the result|an unquantised norm)",
