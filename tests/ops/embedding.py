@@ -203,7 +203,6 @@ def test_the_gradient_has_the_same_bits_in_each_run(kind, size, of_rows):
     assert all(bits(function(*args)) == first for _ in range(3))
 
 
-# At these lengths the kernel is chosen. A mesh of one device more would be another program.
 @pytest.mark.needs("gpu")
 @pytest.mark.parametrize(
     ("length", "columns", "count"), [(151936, 2560, 8192), (262144, 1152, 8192), (50257, 768, 65536)]
