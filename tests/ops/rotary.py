@@ -212,7 +212,7 @@ def qkv_rotary(normalize, *, interleaved=False, partial=False):
     def with_packed(size, count=None):
         heads = size.dims[-2]
         # Of a single head of a token too few elements are rounded for a share of them to mean much.
-        count = count or (2 * heads if heads > 1 else 12)
+        count = count or (2 * heads if heads > 1 else 24)
         return size._replace(dims=(*size.dims[:-2], count, size.dims[-1]))
 
     return replace(
