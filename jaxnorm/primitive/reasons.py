@@ -243,16 +243,20 @@ def wants_primitive(op: AnyOp, spec: RowSpec, operands: Record) -> bool:
     call = Call(op, spec, jax.tree.map(jax.typeof, operands))
     if spec.native_for:
         if reason := why_not(call=call, place=Place(compat.default_platform(), op.has_kernels)):
-            raise RuntimeError(
-                f"{spec.native_for}: implementation='native' cannot serve this call: {reason}. "
-                "With implementation=None XLA's code runs."
-            )
+            raise cannot_serve(spec.native_for, reason)
         return True
     if spec.shards is None or compat.UNKNOWN:
         return why_not(call=call) is None
     # A primitive that exchanges shards would not know what to do with the axis of a vmap.
     manual = jax.sharding.get_abstract_mesh().manual_axes
     return set(spec.shards.names) <= set(manual) and (is_trailing(spec.axes) or not op.is_trailing)
+
+
+def cannot_serve(function: str, reason: str) -> RuntimeError:
+    return RuntimeError(
+        f"{function}: implementation='native' cannot serve this call: {reason}. "
+        "With implementation=None XLA's code runs."
+    )
 
 
 def cannot_compile(function: str, platform: str, reason: str) -> RuntimeError:

@@ -10,6 +10,7 @@ import pytest
 from cases import DTYPES, assert_near, bits, draw
 from coverage import cover
 from hlo import collectives, compiled_text, count_native_calls
+from internals import embedding_op as op
 from jax import export
 from jax.experimental import jet
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
@@ -38,7 +39,6 @@ def numbers(kind, count, length, dtype="int32"):
 
 
 def gradient(table, ids, rows, **options):
-    """The table's, for cotangents of the rows."""
     return jax.vjp(partial(jaxnorm.embedding, ids=ids, dtype=rows.dtype, **options), table)[1](rows)[0]
 
 
@@ -268,10 +268,7 @@ def test_examples_of_segments(moving, derivative, is_sorted, implementation):
     ids = numbers("others", 33 if axes[1] is None else 99, 8).reshape(*([] if axes[1] is None else [3]), 33)
     ids = np.where(ids < 0, 50, ids)
     ids = np.sort(ids) if is_sorted else ids
-    sums = {
-        "ours": partial(jaxnorm.segment_sum, indices_are_sorted=is_sorted, implementation=implementation),
-        "jax": jax.ops.segment_sum,
-    }
+    ours = partial(jaxnorm.segment_sum, indices_are_sorted=is_sorted, implementation=implementation)
 
     def of_order(function):
         def value(data, ids):
@@ -281,8 +278,25 @@ def test_examples_of_segments(moving, derivative, is_sorted, implementation):
             return jax.grad(lambda data, ids: jnp.sum(jax.grad(value)(data, ids) ** 2))
         return jax.grad(value) if derivative else partial(function, num_segments=9)
 
-    actual, expected = (jax.jit(jax.vmap(of_order(f), axes))(data, ids) for f in sums.values())
+    actual, expected = (jax.jit(jax.vmap(of_order(f), axes))(data, ids) for f in (ours, jax.ops.segment_sum))
     assert_near(actual, expected)
+
+
+# Of tables that a mesh splits, or that int32 does not number together: JAX would sum them in what it gathers.
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_examples_that_no_kernel_takes(monkeypatch, dtype):
+    monkeypatch.setattr(op, "MOST", 10)
+    tables, ids = jnp.zeros((2, 9, 4), dtype), jnp.zeros((2, 10_000), "int32")
+    rows, pullback = jax.vjp(lambda tables: jax.vmap(jaxnorm.embedding)(tables, ids), tables)
+    np.testing.assert_array_equal(
+        f64(pullback(jnp.ones_like(rows))[0][:, 0]), f64(round_to(np.full((2, 4), 1e4), dtype))
+    )
+    sums = partial(jaxnorm.segment_sum, num_segments=9)
+    calls = [
+        *jaxnorm.explain(jax.vmap(sums), ids * 1.0, ids),
+        *jaxnorm.explain(jax.vmap(jaxnorm.embedding), tables, ids),
+    ]
+    assert [call.on("cpu").why for call in calls] == [op.OF_EXAMPLES] * 2
 
 
 def test_both_are_linear():
@@ -331,6 +345,11 @@ def test_a_program_for_any_size(symbols):
     assert_near(export.export(function)(*types).call(*args), function(*args))
 
 
+def operands(dtype):
+    ids = jnp.asarray(numbers("others", 320, 64).reshape(8, 40))
+    return draw("table", (64, 32), dtype), ids, draw("rows", (8, 40, 32), dtype)
+
+
 # How table, ids and rows are split; of split ids the part of the table, in float32, that devices add up.
 SPLITS = {
     "rows of the table": ((P("a"), P(), P()), None),
@@ -350,8 +369,7 @@ SPLITS = {
 def test_devices_add_what_they_have(devices, split, mode, dtype, implementation):
     (of_table, of_ids, of_rows), added = split
     mesh = mesh_for(mode, devices)
-    ids = jnp.asarray(numbers("others", 320, 64).reshape(8, 40))
-    args = draw("table", (64, 32), dtype), ids, draw("rows", (8, 40, 32), dtype)
+    _, ids, _ = args = operands(dtype)
     out = NamedSharding(mesh, of_table)
     options = {"out_sharding": of_rows} if mode == "explicit" else {}
     function = partial(gradient, implementation=implementation, **options)
@@ -386,19 +404,10 @@ def test_parts_of_devices_are_not_rounded(devices, mode, implementation):
 @cover(mode=[MANUAL, PARTLY_MANUAL], dtype=["float32", "bfloat16"], implementation=IMPLEMENTATIONS)
 def test_a_table_that_all_devices_of_a_shard_map_have(devices, mode, dtype, implementation):
     mesh = mesh_for(mode, devices)
-    args = (
-        draw("table", (64, 32), dtype),
-        jnp.asarray(numbers("others", 320, 64).reshape(8, 40)),
-        draw("rows", (8, 40, 32), dtype),
-    )
+    args, manual = operands(dtype), {"a"} if mode == PARTLY_MANUAL else {"a", "b"}
     function = partial(gradient, implementation=implementation)
-    split = jax.shard_map(
-        function,
-        mesh=mesh,
-        in_specs=(P(), P("a"), P("a")),
-        out_specs=P(),
-        axis_names={"a"} if mode == PARTLY_MANUAL else {"a", "b"},
-    )
+    specs = {"in_specs": (P(), P("a"), P("a")), "out_specs": P()}
+    split = jax.shard_map(function, mesh=mesh, **specs, axis_names=manual)
     actual = jax.jit(split)(*args)
     exact, _ = exact_sums(from_the_end(np.asarray(args[1]), 64), args[2], 64)
     assert gradient_error(actual, exact, DSCALE) <= 1
@@ -421,10 +430,9 @@ def test_segments_over_devices(devices, axis_type, split, derivative):
     assert "all-gather" not in collectives(text) or derivative
 
 
-# Beyond what int32 counts of elements, and, with the list of all examples' rows, of rows.
 @pytest.mark.needs("memory")
-@pytest.mark.parametrize("count", [2**20 + 3])
-def test_more_elements_than_int32_counts(count):
+def test_more_elements_than_int32_counts():
+    count = 2**20 + 3
     ids, rows = numbers("uniform", count, 1000), jnp.ones((count, 2048), "bfloat16")
     actual = jax.jit(partial(jaxnorm.segment_sum, num_segments=1000, implementation="native"))(rows, ids)
     exact, _ = exact_sums(ids, np.ones((count, 1), "float32"), 1000)

@@ -105,7 +105,7 @@ def segment_sum(
     if array is not None and not jnp.issubdtype(array.dtype, jnp.floating):
         _check_rows(name, array, numbers)
         if choice.forward.implementation == "native":
-            raise _no_kernel(choice.forward.native_for(name), f"data is {array.dtype}")
+            raise reasons.cannot_serve(f"{name}{choice.forward.how}", f"data is {array.dtype}")
         return jax.ops.segment_sum(array, numbers, segments, indices_are_sorted=is_sorted)
     array = checks.check_array(name, "data", data)
     _check_rows(name, array, numbers)
@@ -219,11 +219,4 @@ def _check_native(native_for: str | None, spec: SegmentSum, operands: Positions)
         return
     place = reasons.Place(compat.default_platform(), has_native=True)
     if reason := op.why_not(spec, operands) or reasons.why_not(place=place) or compat.UNKNOWN:
-        raise _no_kernel(native_for, reason)
-
-
-def _no_kernel(native_for: str | None, reason: str) -> RuntimeError:
-    return RuntimeError(
-        f"{native_for}: implementation='native' cannot serve this call: {reason}. "
-        "With implementation=None XLA's code runs."
-    )
+        raise reasons.cannot_serve(native_for, reason)

@@ -23,12 +23,13 @@ from jaxnorm.ops.embedding.formula import Lookup, Positions, Rows, SegmentSum
 from jaxnorm.primitive import fallback, lowering, reasons, rules
 from jaxnorm.primitive.described import DESCRIBERS, WITHOUT_OP, Described, Function, Request
 from jaxnorm.sharding import partition, text
-from jaxnorm.sharding.dims import CallMaps
+from jaxnorm.sharding.dims import CallMaps, wide_dtype
 from jaxnorm.sharding.placement import Placement
 
 TARGET = "jaxnorm_segment_sum"
 MOST = 2**31 - 2**10  # positions and segments: int32 counts them, and what a kernel looks ahead
 GATHERS = "XLA gathers rows at the rate of memory"
+OF_EXAMPLES = "no kernel takes examples of these operands, as jax.vmap makes them"
 # XLA's code is faster where it takes less time than a kernel saves beside the sort, as measured on an H200 (see
 # docs/findings.md): in elements of float32 sums, of which an element of the data, added by an atomic operation, is as
 # many, and one of sums in a half type, which XLA has in float32 first.
@@ -126,6 +127,9 @@ def _lookup_batch(leaves: Any, axes: Any, *, tree: Any, spec: Lookup) -> tuple[A
         return [bind_lookup(dataclasses.replace(spec, out_spec=of_rows), table, ids)], [0]
     tables, ids = rules.fold(leaves, axes)
     if (numbers := _folded(ids, tables.shape[1], tables)) is None:
+        fallback.tell(spec.function, Rows(*leaves), _lookup_direction(spec), OF_EXAMPLES)
+        # JAX sums the gradient in the dtype of what is gathered.
+        tables = tables.astype(wide_dtype([tables.dtype]))
         return rules.at_front(jax.vmap(lambda *values: formula.lookup(spec, Rows(*values)))(tables, ids))
     return [bind_lookup(spec, tables.reshape(-1, tables.shape[-1]), numbers)], [0]
 
@@ -140,10 +144,12 @@ def _folded(ids: jax.Array, length: Any, of_examples: jax.Array) -> jax.Array | 
     return jnp.where((ids >= 0) & (ids < length), ids + first, size * length)
 
 
+def _lookup_direction(spec: Lookup) -> str:
+    return "forward" if spec.function == "embedding" else "backward"
+
+
 def _lookup_described(table: Any, ids: Any, *, tree: Any, spec: Lookup) -> Described:
-    direction = "forward" if spec.function == "embedding" else "backward"
-    operands = Rows(table, ids)
-    return Described(spec.function, operands, direction, lambda _: GATHERS)
+    return Described(spec.function, Rows(table, ids), _lookup_direction(spec), lambda _: GATHERS)
 
 
 def _sum_abstract(*leaves: Any, tree: Any, spec: SegmentSum) -> list[Any]:
@@ -212,6 +218,7 @@ def _sum_transpose(cotangents: Any, data: Any, ids: Any, *, tree: Any, spec: Seg
 def _sum_batch(leaves: Any, axes: Any, *, tree: Any, spec: SegmentSum) -> tuple[Any, Any]:
     data, ids = rules.fold(leaves, axes)
     if spec.out_spec is not None or (numbers := _folded(ids, spec.segments, data)) is None:
+        fallback.tell(spec.function, Positions(*leaves), _sum_direction(spec), OF_EXAMPLES)
         return rules.at_front(jax.vmap(lambda *values: formula.segment_sum(spec, Positions(*values)))(data, ids))
     size = data.shape[0]
     # What is in no sum of an example stands behind those of all examples.
@@ -219,10 +226,17 @@ def _sum_batch(leaves: Any, axes: Any, *, tree: Any, spec: SegmentSum) -> tuple[
     return [bind_sum(folded, data, numbers).reshape(size, spec.segments, data.shape[-1])], [0]
 
 
+def _sum_direction(spec: SegmentSum) -> str:
+    return "backward" if spec.function == "embedding" else "forward"
+
+
 def _sum_described(data: Any, ids: Any, *, tree: Any, spec: SegmentSum) -> Described:
     operands = Positions(data, ids)
-    direction = "backward" if spec.function == "embedding" else "forward"
-    return Described(spec.function, operands, direction, lambda on: why_formula(on, spec, operands), spec.native_for)
+
+    def why(platform: str) -> str | None:
+        return why_formula(platform, spec, operands)
+
+    return Described(spec.function, operands, _sum_direction(spec), why, spec.native_for)
 
 
 def _of_tangent(spec: Any) -> Any:

@@ -247,7 +247,7 @@ cudaError_t launch(const SegmentSum& p, const Chunks& chunks, cudaStream_t strea
 template <typename T>
 cudaError_t launch(const SegmentSum& p, const Chunks& chunks, cudaStream_t stream) {
   constexpr int N = 4;  // more would leave gaps between the stores of a warp
-  const bool is_aligned = p.cols % N == 0 && are_aligned<N>(p.data, p.sums);
+  const bool is_aligned = p.cols % N == 0 && are_aligned<N>(p.data, p.sums, Output{p.workspace.data, Dtype::f32});
   return is_aligned ? launch<T, N>(p, chunks, stream) : launch<T, 1>(p, chunks, stream);
 }
 
