@@ -38,7 +38,7 @@ struct Key {
   static constexpr uint32_t kLowest = 0x007fffffu >> kUnused;                               // that of -inf
 
   __device__ static uint32_t of(float l) {
-    const uint32_t bits = __float_as_uint(l);
+    const uint32_t bits = __float_as_uint(l + 0.0f);  // zeros are equal
     return (bits ^ (bits >> 31 ? kAll : 0x80000000u)) >> kUnused;
   }
 
@@ -82,9 +82,10 @@ __device__ void meet() {
 
 // Columns, and their e.
 struct Sums {
-  uint64_t count, mass;
+  uint64_t mass;
+  uint32_t count;
 
-  __device__ Sums& operator+=(const Sums& more) { return count += more.count, mass += more.mass, *this; }
+  __device__ Sums& operator+=(const Sums& more) { return mass += more.mass, count += more.count, *this; }
   __device__ uint64_t by(bool mass_counts) const { return mass_counts ? mass : count; }
 };
 
@@ -160,41 +161,51 @@ struct Slice {
       : row(static_cast<const T*>(p.logits.data) + index * p.cols),
         mask(RowMask::of(masks, index, p.cols)),
         cols(static_cast<int>(p.cols)) {
+    cuda::hide(row);  // that each read need not find it again
     const int vectors = (cols + N - 1) / N;
     begin = min(warp * span, vectors);
     end = min(begin + span, vectors);
   }
 
-  __device__ __noinline__ Packed<T, N> hide(Packed<T, N> packed, int col, int remaining) const {
-    return mask.counted<ALIGNED, N>(col, remaining).choose(packed, kInfinity<T> | kSign<T>);
+  // What does not count is -inf.
+  __device__ __noinline__ Packed<T, N> hide(Packed<T, N> packed, int col) const {
+    return mask.counted<ALIGNED, N>(col, cols - col).choose(packed, kInfinity<T> | kSign<T>);
+  }
+  __device__ float at(int col) const {
+    return col < cols && (!mask.where || mask.where[col]) ? static_cast<float>(row[col]) : -INFINITY;
   }
 
-  // A vector, in which what does not count is -inf.
-  __device__ Packed<T, N> read(int vector) const {
-    const int col = vector * N, remaining = cols - col;
-    Packed<T, N> packed;
-#pragma unroll
-    for (uint32_t& word : packed.word) word = kInfinity<T> | kSign<T>;
-    if (vector >= end) return packed;
-    packed = ALIGNED ? load<true, N>(row + col, N) : load_unaligned<N>(row + col, remaining);
-    return mask.where || (!ALIGNED && remaining < N) ? hide(packed, col, remaining) : packed;
-  }
-
-  // Calls f(l, col) with N neighbouring columns, by all lanes equally often, until it is false.
+  // Calls f(l, col) for the vectors first, first + step, ... before `last`, of which col is the first column, and for
+  // others of which all l are -inf.
   template <int AHEAD, typename F>
-  __device__ void for_each(F f) const {
+  __device__ void for_each(int first, int last, int step, F f) const {
 #pragma unroll 1
-    for (int first = begin; first < end; first += AHEAD * kWarp) {
+    for (; first < last; first += AHEAD * step) {
       Packed<T, N> packed[AHEAD];
 #pragma unroll
-      for (int i = 0; i < AHEAD; ++i) packed[i] = read(first + i * kWarp + lane());
+      for (int i = 0; i < AHEAD; ++i) {
+        const int vector = first + i * step, col = vector * N;
+#pragma unroll
+        for (uint32_t& word : packed[i].word) word = kInfinity<T> | kSign<T>;
+        if (vector < last) packed[i] = ALIGNED ? load<true, N>(row + col, N) : load_unaligned<N>(row + col, cols - col);
+      }
+      if (mask.where || (!ALIGNED && (first + AHEAD * step) * N > cols))
+#pragma unroll
+        for (int i = 0; i < AHEAD; ++i)
+          if (first + i * step < last) packed[i] = hide(packed[i], (first + i * step) * N);
 #pragma unroll
       for (int i = 0; i < AHEAD; ++i) {
         float l[N];
-        unpack_plus_zero(packed[i], l);
-        if (!f(l, (first + i * kWarp + lane()) * N)) return;
+        unpack(packed[i], l);
+        f(l, (first + i * step) * N);
       }
     }
+  }
+
+  // The same for all vectors, lane by lane.
+  template <int AHEAD, typename F>
+  __device__ void for_each(F f) const {
+    for_each<AHEAD>(begin + lane(), end, kWarp, f);
   }
 };
 
@@ -211,7 +222,6 @@ __device__ uint64_t find_best(Shared& shared, const Columns& columns) {
       is_bad |= !(l[i] < INFINITY);
       if (l[i] > largest) largest = l[i], first = col + i;
     }
-    return true;
   });
   const uint64_t own = uint64_t{Key<T>::of(largest)} << 32 | ~static_cast<uint32_t>(first);
   const uint64_t of_warp = warp_max(is_bad ? ~uint64_t{0} : own);
@@ -280,13 +290,13 @@ class Search {
     mass = before.mass + own.mass;
     if (is_whole()) return {Key<T>::value(low), UINT_MAX};
     const double of_each = static_cast<double>(own.mass) / static_cast<double>(own.count);
-    uint64_t equals = target - before.count;
+    auto equals = static_cast<uint32_t>(target - before.count);
     if (by_mass) {
       const double reached = ceil(static_cast<double>(target - before.mass) / of_each);
-      equals = min(max(static_cast<uint64_t>(reached), uint64_t{1}), own.count);
+      equals = min(max(static_cast<uint32_t>(reached), 1u), own.count);
     }
     mass = before.mass + static_cast<uint64_t>(of_each * static_cast<double>(equals));
-    return {Key<T>::value(low), static_cast<uint32_t>(equals)};
+    return {Key<T>::value(low), equals};
   }
 
   // The greatest key of what is in this bin of the first histogram or behind it, found by all lanes of a warp.
@@ -305,7 +315,9 @@ class Search {
   template <typename F>
   __device__ void count(Histogram& all, F f) {
     Histogram& own = shared_.own;
-    for (int i = threadIdx.x; i < kBins; i += kThreads) own.count[i] = own.loss[i] = 0;
+#pragma unroll
+    for (int i = 0; i < kThreadBins; ++i)
+      own.count[i * kThreads + threadIdx.x] = own.loss[i * kThreads + threadIdx.x] = 0;
     __syncthreads();
     columns_.template for_each<kNear>([&](const auto& l, int) {
 #pragma unroll
@@ -314,20 +326,20 @@ class Search {
           atomicAdd(own.count + bin, 1u);
           if (has_mass_) atomicAdd(own.loss + bin, rounded(exponent_.loss(l[i]) * units_));
         });
-      return true;
     });
     meet();
-    // Each block adds up some of the words, for all.
-    const int words = (has_mass_ ? 2 : 1) * kBins / Cluster::blocks();
+    // Each block adds up some of the words, for all. There are always as many loads and stores, so that they are on
+    // their way at once.
+    const int blocks = Cluster::blocks(), words = (has_mass_ ? 2 : 1) * kBins / blocks;
     for (int i = threadIdx.x; i < words; i += kThreads) {
       const int word = Cluster::rank() * words + i;
-      uint32_t sum = 0;
+      uint32_t parts[kMostBlocks], sum = 0;
 #pragma unroll
-      for (int block = 0; block < kMostBlocks; ++block)
-        if (block < Cluster::blocks()) sum += remote(own.count, block)[word];
+      for (int k = 0; k < kMostBlocks; ++k) parts[k] = remote(own.count, min(k, blocks - 1))[word];
 #pragma unroll
-      for (int block = 0; block < kMostBlocks; ++block)
-        if (block < Cluster::blocks()) remote(all.count, block)[word] = sum;
+      for (int k = 0; k < kMostBlocks; ++k) sum += k < blocks ? parts[k] : 0;
+#pragma unroll
+      for (int k = 0; k < kMostBlocks; ++k) remote(all.count, min(k, blocks - 1))[word] = sum;
     }
     meet();
   }
@@ -335,26 +347,28 @@ class Search {
   // `largest(bin)`: the largest e of a bin.
   template <typename F>
   __device__ Scan scan_of(const Histogram& histogram, F largest) {
-    const int own_warp = threadIdx.x / kWarp;
-    Scan scan{};
+    Scan scan;
     Sums sums{};
 #pragma unroll
     for (int i = 0; i < kThreadBins; ++i) {
       const int bin = threadIdx.x * kThreadBins + i;
-      const double units = static_cast<double>(histogram.count[bin]) * units_ - (has_mass_ ? histogram.loss[bin] : 0);
-      scan.own[i] = {histogram.count[bin], static_cast<uint64_t>(units * (largest(bin) * kMassOfUnit))};
+      const uint32_t count = histogram.count[bin];
+      const double units = static_cast<double>(count) * units_ - (has_mass_ ? histogram.loss[bin] : 0);
+      scan.own[i] = {static_cast<uint64_t>(units * (largest(bin) * kMassOfUnit)), count};
       sums += scan.own[i];
     }
-    const Sums until{warp_scan(sums.count), warp_scan(sums.mass)};
-    if (lane() == kWarp - 1) shared_.scan[own_warp] = until;
+    const Sums until = scan_warp(sums);
+    const int warp = threadIdx.x / kWarp;
+    if (lane() == kWarp - 1) shared_.scan[warp] = until;
     __syncthreads();
-    scan.before = {until.count - sums.count, until.mass - sums.mass};
-    for (int warp = 0; warp < kWarps; ++warp) {
-      if (warp < own_warp) scan.before += shared_.scan[warp];
-      scan.total += shared_.scan[warp];
-    }
+    const Sums of_warp = lane() < kWarps ? shared_.scan[lane()] : Sums{}, warps = scan_warp(of_warp);
+    scan.before = {until.mass - sums.mass + __shfl_sync(kAll, warps.mass - of_warp.mass, warp),
+                   until.count - sums.count + __shfl_sync(kAll, warps.count - of_warp.count, warp)};
+    scan.total = {__shfl_sync(kAll, warps.mass, kWarp - 1), __shfl_sync(kAll, warps.count, kWarp - 1)};
     return scan;
   }
+
+  __device__ static Sums scan_warp(const Sums& sums) { return {warp_scan(sums.mass), warp_scan(sums.count)}; }
 
   // The bin with which the target is reached.
   __device__ Found locate(const Scan& scan, bool by_mass, uint64_t target) {
@@ -378,103 +392,100 @@ class Search {
   const bool has_mass_;
 };
 
-// A column of what is kept, of which log2(e) is no less than `least`, and the logarithm of its probability. A thread of
-// the row has them, of all others the column is -1.
+// A column, and the sum of e over all that are kept; -1 in the warps of a row that do not have it.
 struct Drawn {
   int col = -1;
-  float l = 0, sum = 0;
+  float sum = 0;
 };
 
+// Draws a column of what is kept, of which log2(e) is no less than `least`.
 template <typename Columns>
-__device__ Drawn draw(Shared& shared, const Columns& columns, const Exponent& exponent, const Border& border,
-                      float least, float uniform) {
-  constexpr int N = Columns::N;
-  const auto e_of = [&](float l) {
-    const float log2_e = exponent.log2_of(l);
-    return log2_e >= least ? exp2_estimate(log2_e) : 0.0f;
-  };
-  Part part{};
-  columns.template for_each<kNear>([&](const auto& l, int) {
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-      part.sum += l[i] > border.l ? e_of(l[i]) : 0.0f;
-      part.equals += l[i] == border.l;
-    }
-    return true;
-  });
-  part = {group_sum<kWarp>(part.sum), group_sum<kWarp>(part.equals)};
-  const int own = Cluster::rank() * kWarps + threadIdx.x / kWarp;
-  if (lane() < Cluster::blocks()) *remote(shared.parts + own, lane()) = part;
-  meet();
+class Draw {
+ public:
+  __device__ Draw(const Columns& columns, const Exponent& exponent, const Border& border, float least)
+      : columns_(columns), exponent_(exponent), border_(border), least_(least), equals_(border.equals) {}
 
-  // The part in which u times the sum of all is passed: every warp finds the same.
-  constexpr int kOfLane = kMostBlocks * kWarps / kWarp;
-  Part parts[kOfLane];
-  uint32_t equals = 0;
-#pragma unroll
-  for (int i = 0; i < kOfLane; ++i) {
-    const int at = lane() * kOfLane + i;
-    parts[i] = at < Cluster::blocks() * kWarps ? shared.parts[at] : Part{};
-    equals += parts[i].equals;
-  }
-  equals = warp_scan(equals) - equals;  // before this lane's parts
-  const float e_of_equals = e_of(border.l);
-  double sum = 0;
-#pragma unroll
-  for (Part& each : parts) {
-    const uint32_t left = border.equals - min(border.equals, equals);  // to be kept of this part and those behind it
-    equals += each.equals;
-    each.sum += static_cast<float>(min(left, each.equals)) * e_of_equals;
-    each.equals = left;
-    sum += each.sum;
-  }
-  const double until = warp_scan(sum), all = __shfl_sync(kAll, until, kWarp - 1), target = uniform * all;
-  sum = until - sum;
-  int passing = -1;
-  float rest = 0;  // of the target behind the parts before
-#pragma unroll
-  for (int i = 0; i < kOfLane; ++i) {
-    if (passing < 0 && parts[i].sum > 0 && sum + parts[i].sum > target)
-      passing = lane() * kOfLane + i, rest = static_cast<float>(target - sum), equals = parts[i].equals;
-    sum += parts[i].sum;
-  }
-  const int passing_lane = __ffs(__ballot_sync(kAll, passing >= 0)) - 1;
-  if (__shfl_sync(kAll, passing, passing_lane) != own) return {};
-  rest = __shfl_sync(kAll, rest, passing_lane);
-  equals = __shfl_sync(kAll, equals, passing_lane);
+  __device__ Drawn draw(Shared& shared, float uniform) {
+    const Part sums = part_of(columns_.begin + lane(), columns_.end, kWarp);
+    const Part of_warp{group_sum<kWarp>(sums.sum), group_sum<kWarp>(sums.equals)};
+    const int own = Cluster::rank() * kWarps + threadIdx.x / kWarp;
+    if (lane() < Cluster::blocks()) *remote(shared.parts + own, lane()) = of_warp;
+    meet();
 
-  // Of this lane's columns with an e the last, up to that which passes.
-  Drawn drawn{-1, 0, static_cast<float>(all)};
-  columns.template for_each<1>([&](const auto& l, int col) {
-    uint32_t equals_of_lane = 0;
+    // Every warp finds the one that has the column.
+    constexpr int kOfLane = kMostBlocks * kWarps / kWarp;
+    const auto part_at = [&](int i) { return i < Cluster::blocks() * kWarps ? shared.parts[i] : Part{}; };
+    Part of_lane{};
 #pragma unroll
-    for (int i = 0; i < N; ++i) equals_of_lane += l[i] == border.l;
-    const uint32_t equals_until = warp_scan(equals_of_lane);
-    uint32_t place = equals_until - equals_of_lane;  // among what is equal
-    float e[N], of_lane = 0;
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-      const bool is_kept = l[i] > border.l || (l[i] == border.l && place++ < equals);
-      of_lane += e[i] = is_kept ? e_of(l[i]) : 0.0f;
+    for (int i = 0; i < kOfLane; ++i) add(of_lane, part_at(lane() * kOfLane + i));
+    const float all = __shfl_sync(kAll, warp_scan(kept(of_lane, warp_scan(of_lane.equals))), kWarp - 1);
+    rest_ = uniform * all;
+    const int parts = select(of_lane) * kOfLane;
+    if (parts + select(lane() < kOfLane ? part_at(parts + lane()) : Part{}) != own) return {};
+
+    // Of its vectors each lane has some, then of these each one's columns.
+    int vectors = (columns_.end - columns_.begin + kWarp - 1) / kWarp;
+    const int begin = columns_.begin + lane() * vectors;
+    int col = columns_.begin + select(part_of(begin, min(begin + vectors, columns_.end), 1)) * vectors;
+    col *= Columns::N;
+    for (int cols = vectors * Columns::N; cols > 1;) {
+      const int step = (cols + kWarp - 1) / kWarp;
+      Part part{};
+      for (int i = lane() * step; i < min((lane() + 1) * step, cols); ++i) add(part, columns_.at(col + i));
+      col += select(part) * step;
+      cols = step;
     }
-    const float until = warp_scan(of_lane);
-    const unsigned passing = __ballot_sync(kAll, of_lane > 0 && until > rest);
-    float before = until - of_lane;
-    if (passing == 0 || lane() < __ffs(passing)) {
-      bool has_passed = false;
+    return {col, all};
+  }
+
+ private:
+  __device__ float e_of(float l) const {
+    const float log2_e = exponent_.log2_of(l);
+    return log2_e >= least_ ? exp2_estimate(log2_e) : 0.0f;
+  }
+
+  __device__ static void add(Part& part, const Part& more) { part.sum += more.sum, part.equals += more.equals; }
+  __device__ void add(Part& part, float l) const {
+    part.sum += l > border_.l ? e_of(l) : 0.0f;
+    part.equals += l == border_.l;
+  }
+
+  __device__ Part part_of(int first, int last, int step) const {
+    Part part{};
+    columns_.template for_each<kNear>(first, last, step, [&](const auto& l, int) {
 #pragma unroll
-      for (int i = 0; i < N; ++i) {
-        if (e[i] > 0 && !has_passed) drawn.col = col + i, drawn.l = l[i];
-        has_passed |= (before += e[i]) > rest;
-      }
-    }
-    rest -= __shfl_sync(kAll, until, kWarp - 1);
-    equals -= min(equals, __shfl_sync(kAll, equals_until, kWarp - 1));
-    return passing == 0;
-  });
-  if (drawn.col < warp_max(drawn.col)) drawn.col = -1;
-  return drawn;
-}
+      for (int i = 0; i < Columns::N; ++i) add(part, l[i]);
+    });
+    return part;
+  }
+
+  // How many of equals are left after so many.
+  __device__ uint32_t left_of(uint32_t equals) const { return equals_ - min(equals_, equals); }
+
+  // The sum of what is kept of a part, with which there are so many equals.
+  __device__ float kept(const Part& part, uint32_t equals_until) const {
+    return part.sum + static_cast<float>(min(part.equals, left_of(equals_until - part.equals))) * e_of(border_.l);
+  }
+
+  // The first lane with whose part the rest is passed, or else the last that keeps any of it. From then on rest and
+  // equals are what is left behind the parts before.
+  __device__ int select(const Part& part) {
+    const uint32_t equals = warp_scan(part.equals);
+    const float sum = kept(part, equals), until = warp_scan(sum);
+    const unsigned passing = __ballot_sync(kAll, sum > 0 && until > rest_), keeping = __ballot_sync(kAll, sum > 0);
+    const int selected = passing ? __ffs(passing) - 1 : kWarp - 1 - __clz(keeping);
+    rest_ = __shfl_sync(kAll, rest_ - (until - sum), selected);
+    equals_ = __shfl_sync(kAll, left_of(equals - part.equals), selected);
+    return selected;
+  }
+
+  const Columns& columns_;
+  const Exponent& exponent_;
+  const Border border_;
+  const float least_;
+  float rest_ = 0;
+  uint32_t equals_;
+};
 
 template <typename T, bool ALIGNED>
 __global__ void __launch_bounds__(kThreads, 2) sample_kernel(Sample p, MaskLaunch masks, int span, float units) {
@@ -486,7 +497,8 @@ __global__ void __launch_bounds__(kThreads, 2) sample_kernel(Sample p, MaskLaunc
   const float top_p = p.top_p ? __ldg(p.top_p + index) : 1, min_p = p.min_p ? __ldg(p.min_p + index) : 0;
 
   const int warp = Cluster::rank() * kWarps + threadIdx.x / kWarp;
-  const Slice<T, ALIGNED> columns(p, masks, index, span, warp);
+  using Columns = Slice<T, ALIGNED>;
+  const Columns columns(p, masks, index, span, warp);
   const uint64_t best = find_best<T>(shared, columns);
   const float largest = Key<T>::value(static_cast<uint32_t>(best >> 32));
   const bool is_good = largest > -INFINITY && temperature >= 0 && temperature < INFINITY && top_k >= -1 &&
@@ -502,12 +514,11 @@ __global__ void __launch_bounds__(kThreads, 2) sample_kernel(Sample p, MaskLaunc
   Border border{-INFINITY, 0};
   const bool has_top_k = top_k > 0 && top_k < p.cols, has_top_p = top_p < 1;
   if (has_top_k || has_top_p)
-    border =
-        Search<T, Slice<T, ALIGNED>>(shared, columns, exponent, units, has_top_p).find(has_top_k ? top_k : 0, top_p);
-  const Drawn drawn = draw(shared, columns, exponent, border, log2f(min_p), uniform);
-  if (drawn.col < 0) return;
+    border = Search<T, Columns>(shared, columns, exponent, units, has_top_p).find(has_top_k ? top_k : 0, top_p);
+  const Drawn drawn = Draw<Columns>(columns, exponent, border, log2f(min_p)).draw(shared, uniform);
+  if (drawn.col < 0 || lane() > 0) return;
   p.ids[index] = drawn.col;
-  p.log_probs[index] = exponent.distance(drawn.l) / (temperature * exponent.power) - logf(drawn.sum);
+  p.log_probs[index] = exponent.distance(columns.at(drawn.col)) / (temperature * exponent.power) - logf(drawn.sum);
 }
 
 template <typename T>
