@@ -244,9 +244,8 @@ class Search {
       : shared_(shared), columns_(columns), exponent_(exponent), units_(units), has_mass_(has_mass) {}
 
   __device__ Border find(uint32_t top_k, float top_p) {
-    count(shared_.first, [&](float l, auto add) {
-      if (exponent_.log2_of(l) > -kLeastOctaves) add(rounded(exponent_.place(l)));
-    });
+    count(shared_.first,
+          [&](float l) { return exponent_.log2_of(l) > -kLeastOctaves ? rounded(exponent_.place(l)) : kBins; });
     Border border{-INFINITY, 0};
     uint64_t mass = 0;  // of what is kept; 0: of all
 #pragma unroll 1
@@ -278,9 +277,7 @@ class Search {
     while (low < high && !is_whole()) {
       const int shift = max(0, 32 - kBinBits - __clz(high - low));
       const float least = Key<T>::value(low), most = Key<T>::value(high);
-      count(shared_.later, [&](float l, auto add) {
-        if (l >= least && l <= most) add((high - Key<T>::of(l)) >> shift);
-      });
+      count(shared_.later, [&](float l) { return l >= least && l <= most ? (high - Key<T>::of(l)) >> shift : kBins; });
       const Found found =
           locate(scan_of(shared_.later, [&](int) { return largest; }), by_mass, target - before.by(by_mass));
       before += found.before, own = found.own;
@@ -311,21 +308,29 @@ class Search {
     return low;
   }
 
-  // The row's histogram of what f(l, add) adds by add(bin).
+  // The row's histogram, with bin_of(l) as bins; kBins is none.
   template <typename F>
-  __device__ void count(Histogram& all, F f) {
+  __device__ void count(Histogram& all, F bin_of) {
     Histogram& own = shared_.own;
 #pragma unroll
     for (int i = 0; i < kThreadBins; ++i)
       own.count[i * kThreads + threadIdx.x] = own.loss[i * kThreads + threadIdx.x] = 0;
     __syncthreads();
     columns_.template for_each<kNear>([&](const auto& l, int) {
+      uint32_t bin[Columns::N], least = kBins;
 #pragma unroll
-      for (int i = 0; i < Columns::N; ++i)
-        f(l[i], [&](uint32_t bin) {
-          atomicAdd(own.count + bin, 1u);
-          if (has_mass_) atomicAdd(own.loss + bin, rounded(exponent_.loss(l[i]) * units_));
-        });
+      for (int i = 0; i < Columns::N; ++i) {
+        bin[i] = bin_of(l[i]);
+        least = min(least, bin[i]);
+        if (bin[i] < kBins) atomicAdd(own.count + bin[i], 1u);
+      }
+      if (!has_mass_ || least == kBins) return;
+#pragma unroll
+      for (int i = 0; i < Columns::N; ++i) {
+        // A loss of 0 in some bin takes less time than a branch.
+        const bool counts = bin[i] < kBins;
+        atomicAdd(own.loss + (counts ? bin[i] : lane()), rounded(exponent_.loss(l[i]) * (counts ? units_ : 0.0f)));
+      }
     });
     meet();
     // Each block adds up some of the words, for all. There are always as many loads and stores, so that they are on
@@ -439,14 +444,15 @@ class Draw {
   }
 
  private:
-  __device__ float e_of(float l) const {
+  // 0 where l is not taken: chosen before, since a branch for each e would take longer.
+  __device__ float e_of(float l, bool is_taken) const {
     const float log2_e = exponent_.log2_of(l);
-    return log2_e >= least_ ? exp2_estimate(log2_e) : 0.0f;
+    return exp2_estimate(is_taken && log2_e >= least_ ? log2_e : -INFINITY);
   }
 
   __device__ static void add(Part& part, const Part& more) { part.sum += more.sum, part.equals += more.equals; }
   __device__ void add(Part& part, float l) const {
-    part.sum += l > border_.l ? e_of(l) : 0.0f;
+    part.sum += e_of(l, l > border_.l);
     part.equals += l == border_.l;
   }
 
@@ -464,7 +470,7 @@ class Draw {
 
   // The sum of what is kept of a part, with which there are so many equals.
   __device__ float kept(const Part& part, uint32_t equals_until) const {
-    return part.sum + static_cast<float>(min(part.equals, left_of(equals_until - part.equals))) * e_of(border_.l);
+    return part.sum + static_cast<float>(min(part.equals, left_of(equals_until - part.equals))) * e_of(border_.l, true);
   }
 
   // The first lane with whose part the rest is passed, or else the last that keeps any of it. From then on rest and
