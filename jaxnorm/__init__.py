@@ -128,6 +128,7 @@ from jaxnorm.ops.qk_norm_rotary.api import qk_norm_rotary
 from jaxnorm.ops.qk_norm_rotary.packed_api import qkv_norm_rotary
 from jaxnorm.ops.quantize.api import quantize, quantize_kernel
 from jaxnorm.ops.quantized_dot.api import quantized_dot
+from jaxnorm.ops.sample.api import sample
 from jaxnorm.ops.sandwich_norm.api import rms_norm_add_rms_norm
 from jaxnorm.ops.softmax.api import log_softmax, softmax
 from jaxnorm.quantization import Quantization, Quantized
@@ -181,6 +182,7 @@ __all__ = [
     "rms_norm",
     "rms_norm_add_rms_norm",
     "rms_norm_quantized",
+    "sample",
     "segment_sum",
     "softmax",
     "softmax_cross_entropy_with_integer_labels",
