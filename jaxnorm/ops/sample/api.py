@@ -1,6 +1,6 @@
 """The public function `sample`."""
 
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -16,16 +16,30 @@ from jaxnorm.ops.sample.op import SAMPLE
 from jaxnorm.primitive import broadcast, weights
 from jaxnorm.sharding import dims
 
-LEAST_TOP_K = -1
+_MOST = 2**31 - 1
 
 
-@overload
-def sample(logits: Any, key: Any = None, *, return_log_prob: Literal[False] = False, **_: Any) -> jax.Array: ...
+class _Options(TypedDict, total=False):
+    """For type checkers: the keywords that do not decide what is returned."""
+
+    temperature: Any
+    top_k: Any
+    top_p: Any
+    min_p: Any
+    where: Any
+    uniform: Any
+    implementation: Implementation | None
 
 
 @overload
 def sample(
-    logits: Any, key: Any = None, *, return_log_prob: Literal[True], **_: Any
+    logits: Any, key: Any = None, *, return_log_prob: Literal[False] = False, **_: Unpack[_Options]
+) -> jax.Array: ...
+
+
+@overload
+def sample(
+    logits: Any, key: Any = None, *, return_log_prob: Literal[True], **_: Unpack[_Options]
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
@@ -76,13 +90,8 @@ def sample(
     choice = checks.check_implementation(name, implementation)
     logits = checks.check_x(name, logits, "logits")
     wide = dims.wide_dtype([logits.dtype])
-    given = _Given(temperature, top_k, top_p, min_p)
-    operands = Operands(
-        logits,
-        _uniform(logits, wide, key, uniform),
-        *given.checked(logits, wide),
-        _where(where, logits),
-    )
+    settings = _Settings(temperature, top_k, top_p, min_p).of_rows(logits, wide)
+    operands = Operands(logits, _uniform(logits, wide, key, uniform), *settings, _where(where, logits))
     spec = Sample(compute_dtype=wide, out_dtype=wide, **choice.asks(name))
     # What is drawn has no derivative, and needs none traced.
     results: Results = SAMPLE(spec, jax.tree.map(lax.stop_gradient, operands), choice.implementation)
@@ -92,45 +101,41 @@ def sample(
     return ids, lax.squeeze(differentiable(spec, operands, results), (logits.ndim - 1,))
 
 
-class _Given(NamedTuple):
-    """The numbers of rows as a caller gave them."""
+class _Settings(NamedTuple):
+    """The numbers of rows beside the uniform ones, as a caller gave them or `of_rows`."""
 
     temperature: Any
     top_k: Any
     top_p: Any
     min_p: Any
 
-    def checked(self, logits: jax.Array, wide: np.dtype[Any]) -> list[jax.Array | None]:
-        """One for each row, None for a filter that keeps all of every row."""
+    def of_rows(self, logits: jax.Array, wide: np.dtype[Any]) -> "_Settings":
+        """A number for each row; None for a filter that keeps all of every row."""
         temperature, top_k, top_p, min_p = self
         cols = logits.shape[-1]
         if _is_number(temperature):
             temperature = checks.check_not_negative("sample", "temperature", temperature, "0 is the largest logit")
         if top_k is not None and _is_number(top_k):
             top_k = checks.check_int("sample", "top_k", top_k, "None keeps all")
-            if top_k < LEAST_TOP_K:
+            if top_k < -1:
                 raise ValueError(f"sample: top_k must be positive, or 0 or -1 for all, got {top_k}.")
-            top_k = None if top_k <= 0 or (isinstance(cols, int) and top_k >= cols) else min(top_k, _most(np.int32))
+            top_k = None if top_k <= 0 or (isinstance(cols, int) and top_k >= cols) else min(top_k, _MOST)
         if top_p is not None and _is_number(top_p):
             top_p = checks.check_number("sample", "top_p", top_p)
             top_p = None if top_p >= 1 else top_p
         if min_p is not None and _is_number(min_p):
             min_p = checks.check_not_negative("sample", "min_p", min_p, "0 keeps all") or None
-        return [
+        return _Settings(
             _of_rows("temperature", temperature, logits, wide),
             _of_rows("top_k", top_k, logits, np.dtype(np.int32)),
             _of_rows("top_p", top_p, logits, wide),
             _of_rows("min_p", min_p, logits, wide),
-        ]
+        )
 
 
 def _is_number(value: Any) -> bool:
     """Whether it is no array; it may be no number either, which a check says then."""
     return isinstance(value, np.generic) or not checks.is_array(value)
-
-
-def _most(dtype: Any) -> int:
-    return int(np.iinfo(dtype).max)
 
 
 def _of_rows(name: str, value: Any, logits: jax.Array, dtype: np.dtype[Any]) -> jax.Array | None:
@@ -161,8 +166,8 @@ def _narrowed(array: Any, dtype: np.dtype[Any]) -> Any:
     if dtype == np.int32:
         if array.dtype.itemsize < 4:
             return array.astype(dtype)
-        least = max(-_most(np.int32), int(np.iinfo(array.dtype).min))
-        return of.clip(array, least, min(_most(np.int32), _most(array.dtype))).astype(dtype)
+        info = np.iinfo(array.dtype)
+        return of.clip(array, max(-_MOST, int(info.min)), min(_MOST, int(info.max))).astype(dtype)
     if array.dtype.itemsize <= dtype.itemsize:
         return array.astype(dtype)
     below_1 = np.nextafter(dtype.type(1), dtype.type(0))

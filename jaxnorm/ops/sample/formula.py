@@ -1,14 +1,14 @@
-"""The draw of a column from each row of logits l in plain jnp, by a uniform number u and the temperature T.
+"""The draw of a column from each row of logits z in plain jnp, by a uniform number u and the temperature T.
 
 Of the columns that count, in float32 (float64 of logits of float64):
 
-    e = exp((l - max(l)) / T)
-    kept: by descending l, equals by ascending column, the first top_k; of these the shortest prefix with a sum of e of
+    e = exp((z - max(z)) / T)
+    kept: by descending z, equals by ascending column, the first top_k; of these the shortest prefix with a sum of e of
           at least top_p times theirs; of these those with e >= min_p; the first always
     id = the first kept column, by ascending column, at which the sum of e over what is kept exceeds u times all of it
-    log_prob = (l[id] - max(l)) / T - log(sum of e over what is kept)
+    log_prob = (z[id] - max(z)) / T - log(sum of e over what is kept)
 
-A T of 0 gives the first column of max(l), with the log_prob 0. A row has the id -1 and the log_prob NaN if NaN or +inf
+A T of 0 gives the first column of max(z), with the log_prob 0. A row has the id -1 and the log_prob NaN if NaN or +inf
 counts, if nothing above -inf does, or if one of its numbers is not in its range.
 """
 
@@ -50,13 +50,13 @@ class Results(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    """What is kept of rows: (l - max(l)) / T, e, which is 0 where a column is not kept, and its cumulative sum."""
+    """What is kept of rows: (z - max(z)) / T, e, which is 0 where a column is not kept, and its cumulative sum."""
 
     t: jax.Array
     e: jax.Array
     sums: jax.Array
-    first: jax.Array  # the first column of max(l)
-    is_row: jax.Array  # whether max(l) is finite, and nothing NaN
+    first: jax.Array  # the first column of max(z)
+    is_row: jax.Array  # whether max(z) is finite, and nothing NaN
 
     @property
     def total(self) -> jax.Array:
@@ -65,23 +65,19 @@ class _Kept(NamedTuple):
     @classmethod
     def of(cls, spec: Sample, operands: Operands) -> "_Kept":
         logits, _, temperature, top_k, top_p, min_p, where = operands
-        numbers = columns(spec, logits)
-        l = only(where, dims.unsharded(logits, -1).astype(spec.compute_dtype), -jnp.inf)  # noqa: E741
-        top = jnp.max(l, -1, keepdims=True)
-        is_row = jnp.isfinite(top) & ~jnp.any(jnp.isnan(l), -1, keepdims=True)
-        first = _least(l == top, numbers)
-        t = _of_differences(l, top, temperature)
+        z = only(where, dims.unsharded(logits, -1).astype(spec.compute_dtype), -jnp.inf)
+        numbers, top = columns(spec, z), jnp.max(z, -1, keepdims=True)
+        is_row = jnp.isfinite(top) & ~jnp.any(jnp.isnan(z), -1, keepdims=True)
+        first = _least(z == top, numbers)
+        divisor = jnp.where(temperature > 0, temperature, 1)
+        t = (z - top) / divisor
         e = jnp.exp(t)
-        is_kept = None if top_k is None and top_p is None else _in_prefix(l, top, numbers, temperature, top_k, top_p)
+        is_kept = None if top_k is None and top_p is None else _in_prefix(z, top, numbers, divisor, top_k, top_p)
         if min_p is not None:
             is_most = jnp.where(min_p > 1, numbers == first, e >= min_p)
             is_kept = is_most if is_kept is None else is_most & is_kept
         e = only(is_kept, e)
         return cls(t, e, jnp.cumsum(e, -1), first, is_row)
-
-
-def _of_differences(l: jax.Array, top: jax.Array, temperature: jax.Array) -> jax.Array:  # noqa: E741
-    return jnp.where(l == top, 0, (l - top) / temperature)
 
 
 def _least(is_one: jax.Array, numbers: jax.Array) -> jax.Array:
@@ -90,27 +86,27 @@ def _least(is_one: jax.Array, numbers: jax.Array) -> jax.Array:
 
 
 def _in_prefix(
-    l: jax.Array,  # noqa: E741
+    z: jax.Array,
     top: jax.Array,
     numbers: jax.Array,
-    temperature: jax.Array,
+    divisor: jax.Array,
     top_k: jax.Array | None,
     top_p: jax.Array | None,
 ) -> jax.Array:
     """Which columns top_k and top_p keep: those up to the last one in their order."""
-    cols = l.shape[-1]
-    every = dims.broadcast(numbers, l.shape, jax.typeof(l), dims.like_x(l.ndim))
-    falling, order = lax.sort((-l, every), num_keys=1, is_stable=True)
+    cols = z.shape[-1]
+    every = dims.broadcast(numbers, z.shape, jax.typeof(z), dims.like_x(z.ndim))
+    falling, order = lax.sort((-z, every), num_keys=1, is_stable=True)
     count: Any = cols if top_k is None else jnp.where((top_k > 0) & (top_k < cols), top_k, cols)
     if top_p is not None:
-        each = jnp.exp(_of_differences(-falling, top, temperature))
+        each = jnp.exp((-falling - top) / divisor)
         sums = jnp.cumsum(each, -1)
         whole = jnp.sum(jnp.where(numbers == count - 1, sums, 0), -1, keepdims=True)
         goes_on = (sums - each < top_p * whole) | (top_p >= 1)
         count = jnp.maximum(1, jnp.sum(goes_on & (numbers < count), -1, keepdims=True, dtype=np.int32))
     is_last = numbers == count - 1
     least, last = (jnp.sum(jnp.where(is_last, a, 0), -1, keepdims=True) for a in (-falling, order))
-    return (l > least) | ((l == least) & (numbers <= last))
+    return (z > least) | ((z == least) & (numbers <= last))
 
 
 def _are_valid(operands: Operands) -> jax.Array:
@@ -156,6 +152,6 @@ def _jvp(spec: Sample, primals: Any, dots: Any) -> tuple[jax.Array, jax.Array]:
     is_kept = kept.e > 0
     is_id = columns(spec, kept.e) == results.ids
     share = jnp.where(is_kept & is_drawn, is_id - kept.e / kept.total, 0)
-    t, l_dot = (jnp.where(is_kept, dims.unsharded(a, -1).astype(share.dtype), 0) for a in (kept.t, moving.logits))
-    t_dot = l_dot - t * moving.temperature
+    t, z_dot = (jnp.where(is_kept, dims.unsharded(a, -1).astype(share.dtype), 0) for a in (kept.t, moving.logits))
+    t_dot = z_dot - t * moving.temperature
     return results.log_probs, jnp.sum(share * t_dot, -1, keepdims=True) / temperature
