@@ -65,6 +65,7 @@ class _Kept(NamedTuple):
     @classmethod
     def of(cls, spec: Sample, operands: Operands) -> "_Kept":
         logits, _, temperature, top_k, top_p, min_p, where = operands
+        where = where if where is None else dims.unsharded(where, -1)
         z = only(where, dims.unsharded(logits, -1).astype(spec.compute_dtype), -jnp.inf)
         numbers, top = columns(spec, z), jnp.max(z, -1, keepdims=True)
         is_row = jnp.isfinite(top) & ~jnp.any(jnp.isnan(z), -1, keepdims=True)
