@@ -41,10 +41,11 @@ POSITIONAL = {
     "float8_linear": ["x", "kernel"],
     "embedding": ["table", "ids"],
     "segment_sum": ["data", "segment_ids", "num_segments"],
+    "sample": ["logits", "key"],
 }
 # Of the table.
 OF_NO_ROW = {"linear_cross_entropy", "quantize", "quantize_kernel", "quantized_dot", "float8_linear"}
-OF_NO_ROW |= {"embedding", "segment_sum"}
+OF_NO_ROW |= {"embedding", "segment_sum", "sample"}
 
 
 class Integers:
