@@ -22,6 +22,9 @@
 
 namespace jaxnorm {
 
+// So that int32 counts what a kernel looks ahead, too.
+constexpr int64_t kMostColumns = (int64_t{1} << 31) - (1 << 12);
+
 struct Sample {
   int64_t rows, cols;
   Input logits;          // rows * cols

@@ -1,8 +1,6 @@
 // The reader of sample. What has a number a row has the shape of the logits, but a last axis of 1.
 #pragma once
 
-#include <climits>
-
 #include "ffi/table.h"
 #include "ops/sample/call.h"
 #include "ops/shared/read_mask.h"
@@ -11,7 +9,7 @@ namespace jaxnorm {
 
 inline Sample read_sample(Reader& in) {
   const RowShapes rows = in.rows(1);
-  in.require(rows.cols <= INT_MAX, "a row has more columns than an id of S32 names");
+  in.require(rows.cols <= kMostColumns, "a row has more columns than kernels count");
   Sample p{};
   p.rows = rows.rows, p.cols = rows.cols;
   p.logits = in.operand("logits", rows.x);
