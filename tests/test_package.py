@@ -145,7 +145,9 @@ def test_the_product_names_an_op_in_few_places(op):
     assert {path for path in found if not LAYERS.match(path)} <= NAMED_IN
 
 
-@pytest.mark.parametrize("op", ["sandwich_norm", "softmax", "cross_entropy", "embedding", "sample"])  # those without layers
+@pytest.mark.parametrize(
+    "op", ["sandwich_norm", "softmax", "cross_entropy", "embedding", "sample"]
+)  # those without layers
 def test_what_is_left_is_whole(op, tmp_path):
     of_sources = IN_SOURCES.get(op, op)
     ignored = shutil.ignore_patterns("__pycache__", "*.so", op, of_sources)

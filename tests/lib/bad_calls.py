@@ -22,6 +22,7 @@ VALID |= {"kernel": jnp.ones((8, 5)), "table": jnp.ones((5, 8)), "segment_ids": 
 VALID |= {"gate_first": True, "quantization": Quantization("int8")}
 OWN = {
     "group_norm": {"num_groups": 2},
+    "sample": {"uniform": 0.5},
     "quantized_dot": {"kernel": jaxnorm.quantize_kernel(jnp.ones((8, 5)), Quantization("int8"))},
 }
 

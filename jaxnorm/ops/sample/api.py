@@ -64,26 +64,23 @@ def sample(
 
         >>> ids = sample(jnp.ones((2, 8)), jax.random.key(0), temperature=0.7, top_k=jnp.array([1, 4]), top_p=0.9)
 
-    It is computed in float32 (in float64 of logits of float64). A row's id depends on its logits and its numbers alone.
-    A number that is traced, or in an array, and not in its range makes the row's id -1.
+    It is computed in float32 (in float64 of float64). A row's id depends on its logits and its numbers alone.
 
     Args:
       logits: floating-point array of rank 1 or more, with the columns along the last axis.
       key: a key of `jax.random`, of which uniform is `jax.random.uniform(key, rows)`; of several keys use `jax.vmap`.
       temperature: divides logits, from 0 on; 0 is the largest logit, of equals the first.
-      where: an array of booleans that broadcasts to logits' shape: what may be drawn.
       uniform: in key's place numbers in [0, 1), which broadcast to the leading axes of logits.
 
     Returns:
-      int32 of the leading axes of logits: -1 where a row has NaN or +inf, or nothing above -inf. With return_log_prob a
-      pair of it and the logarithms of the probabilities p[id], float32 or float64, NaN where the id is -1. These are
-      differentiable by logits and temperature, with id and what is kept constant; ids are not.
+      int32 of the leading axes of logits: -1 where a row has NaN or +inf, or nothing above -inf, or of its numbers, if
+      traced or in an array, one out of range. With return_log_prob a pair of it and log(p[id]), NaN there, float32 or
+      float64, with a derivative by logits and temperature in which id and what is kept are constant.
 
     Raises:
-      ValueError, TypeError: both or none of key and uniform; numbers out of range, or arrays whose shapes do not fit.
-      RuntimeError: implementation="native", and no kernel serves the call.
+      ValueError, TypeError, RuntimeError: both or none of key and uniform, numbers out of range; or as `rms_norm`.
 
-    Source: top_p: Holtzman et al., 2020, https://arxiv.org/abs/1904.09751; min_p: https://arxiv.org/abs/2407.01082.
+    Source: top_p: https://arxiv.org/abs/1904.09751; min_p: https://arxiv.org/abs/2407.01082.
     """
     name = "sample"
     with_log = checks.check_flag(name, "return_log_prob", return_log_prob)
