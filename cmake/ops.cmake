@@ -27,6 +27,7 @@ jaxnorm_op(softmax)
 jaxnorm_op(cross_entropy)
 jaxnorm_op(qk_norm_rotary)
 jaxnorm_op(segment_sum)
+jaxnorm_op(sample)
 jaxnorm_op(quantized_dot)
 jaxnorm_op(float8_linear quantized_dot)
 

@@ -85,6 +85,16 @@ class Reader {
     return static_cast<const int32_t*>(plain_operand(name, shape, ffi::S32));
   }
 
+  int32_t* i32_result(const char* name, const Shape& shape) {
+    auto buffer = results_.get<ffi::AnyBuffer>(next_result_++);
+    if (!buffer) {
+      fail_missing(name, "results", results_.size());
+      return nullptr;
+    }
+    check_plain(name, **buffer, shape, ffi::S32);
+    return static_cast<int32_t*>((*buffer)->untyped_data());
+  }
+
   // The operand of x's rank that comes next, with a row of `cols` elements for several of x, and which of its rows goes
   // with which of x. Along each leading axis it is 1 long or as long as x. Without `cols` it has an element for several
   // rows of x, and no axis for a row's.
@@ -195,12 +205,15 @@ class Reader {
       fail_missing(name, "operands", operands_.size());
       return nullptr;
     }
-    if (buffer->element_type() != type || shape_of(*buffer) != shape) {
-      std::ostringstream expected;
-      expected << type << text(shape);
-      fail(std::string(name) + " is " + text(*buffer) + ", expected " + expected.str());
-    }
+    check_plain(name, *buffer, shape, type);
     return buffer->untyped_data();
+  }
+
+  void check_plain(const char* name, const ffi::AnyBuffer& buffer, const Shape& shape, ffi::DataType type) {
+    if (buffer.element_type() == type && shape_of(buffer) == shape) return;
+    std::ostringstream expected;
+    expected << type << text(shape);
+    fail(std::string(name) + " is " + text(buffer) + ", expected " + expected.str());
   }
 
   // Whether the last result may be the workspace.

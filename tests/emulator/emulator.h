@@ -105,6 +105,8 @@ inline uint32_t atomicMax(uint32_t* of, uint32_t value) {
   return was;
 }
 
+inline uint32_t atomicAdd(uint32_t* of, uint32_t value) { return __atomic_fetch_add(of, value, __ATOMIC_RELAXED); }
+
 // Byte i of the result is the byte of b and a, b's being the upper four, that the i-th hexadecimal digit names.
 inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t digits) {
   const uint64_t bytes = uint64_t{b} << 32 | a;
@@ -139,6 +141,8 @@ inline unsigned __ballot_sync(unsigned mask, bool value) {
   return bits;
 }
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
+inline int __ffs(unsigned bits) { return __builtin_ffs(bits); }
+inline int __clz(unsigned bits) { return __builtin_clz(bits); }
 
 template <typename T>
 T __ldg(const T* from) {

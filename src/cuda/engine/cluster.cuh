@@ -49,6 +49,14 @@ __device__ inline uint32_t remote_address([[maybe_unused]] uint32_t address, [[m
   return remote;
 }
 
+// Where `block` of the cluster keeps what this block keeps at `own`, of shared memory.
+template <typename V>
+__device__ V* remote(V* own, [[maybe_unused]] int block) {
+  V* there = own;
+  if (Cluster::blocks() > 1) JAXNORM_SM90(asm("mapa.u64 %0, %1, %2;" : "=l"(there) : "l"(own), "r"(block)));
+  return there;
+}
+
 // A barrier in this block's shared memory that completes a phase once the bytes announced for it have arrived.
 struct TransactionBarrier {
   uint64_t state;

@@ -10,11 +10,22 @@ constexpr bool kHasClusters = true;
 struct Cluster {
   static int rank() { return emulator::rank(); }
   static int blocks() { return emulator::cluster().blocks; }
-  static void arrive() { ++emulator::cluster().arrived; }
+  // At which of its barriers each thread of this block has arrived.
+  static int& barrier_of_thread() {
+    static thread_local int barriers[1024];
+    return barriers[threadIdx.x];
+  }
+  static void arrive() { barrier_of_thread() = emulator::cluster().arrived++ / emulator::cluster().threads; }
   static void wait() {
-    emulator::wait_until([] { return emulator::cluster().arrived >= emulator::cluster().threads; });
+    emulator::wait_until(
+        [] { return emulator::cluster().arrived >= (barrier_of_thread() + 1) * emulator::cluster().threads; });
   }
 };
+
+template <typename V>
+V* remote(V* own, int block) {
+  return static_cast<V*>(emulator::remote(own, block));
+}
 
 // Bytes to come, which may come before they are announced; whether they were; and the phase.
 struct TransactionBarrier {
