@@ -101,7 +101,7 @@ def chooser(name):
 
 
 def in_loops(args):
-    """A row for each number of sequences and way to choose; the model's norms are jaxnorm's defaults."""
+    """A row for each number of sequences and way to choose; norms are XLA's code."""
     spec = replace(models.small(models.QWEN) if args.small else models.QWEN, tokens=64 if args.small else CACHED)
     spec = spec if args.small else replace(spec, layers=12)
     params, tokens = models.serving(models.init(spec)), 2 if args.small else 20
@@ -109,7 +109,7 @@ def in_loops(args):
         spec = replace(spec, batch=sequences)
         state = models.full_cache(spec)
         loops = {
-            name: jax.jit(models.decode_loop(spec, "jaxnorm-default", tokens, chooser(name)), donate_argnums=0)
+            name: jax.jit(models.decode_loop(spec, "xla", tokens, chooser(name)), donate_argnums=0)
             for name in LOOPS
         }
         times, _ = timing.in_turns(loops, state, (params,), args.turns, 1)
