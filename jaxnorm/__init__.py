@@ -2,14 +2,15 @@
 
 RMSNorm and LayerNorm, alone, with a residual add, between two blocks, with a gate or with an 8-bit result; GroupNorm;
 gated activations, also with an 8-bit result; rotary embedding with the norms of queries and keys; softmax, log-softmax
-and cross-entropy, also of a linear layer; `embedding`, the lookup of rows in a table, and `segment_sum`; `quantize` and
-products of 8-bit values, `quantized_dot` and `float8_linear`.
+and cross-entropy, also of a linear layer; `sample`, the draw of the next token; `embedding`, the lookup of rows in a
+table, and `segment_sum`; `quantize` and products of 8-bit values, `quantized_dot` and `float8_linear`.
 
 An argument has one meaning, one default and one place in all functions, and arrays come first. These are the arguments
 of arrays' functions in order; a function's own docstring says what is its own.
 
 - `x`: floating-point array of rank 1 or more, of which the last axis or `axis` is a row.
 - `logits`: floating-point array of rank 1 or more, with the classes along `axis`.
+- `key=None`: a key of `jax.random`, of which the uniform numbers of all rows are drawn.
 - `q`: queries, floating-point array (..., tokens, heads, head size).
 - `k`: keys, as q with any number of heads.
 - `qkv`: the one product of queries, keys and values.
@@ -55,8 +56,16 @@ of arrays' functions in order; a function's own docstring says what is its own.
 - `axis=-1`: the axis, or the set of axes, that is one row. Kernels serve trailing axes, the formula any.
 - `channel_axis=-1`: the axis of channels.
 - `heads_axis=-2`: the axis of heads, -2 or -3.
+- `temperature=1.0`: what logits are divided by before a draw, from 0 on, which takes the largest. This and the next
+  three are numbers, or arrays that broadcast to the leading axes of logits, so that each row has its own.
+- `top_k=None`: how many columns are kept, the largest, of equals at the border the first; None, 0 and -1 keep all.
+- `top_p=None`: of what top_k keeps the fewest most probable columns whose probabilities sum up to this are kept, of
+  equals at the border the first: from 1 on all, up to 0 the most probable one.
+- `min_p=None`: of what top_p keeps that which is at least so many times as probable as the most probable column; above
+  1 that one.
 - `where=None`: array of booleans that broadcasts to x's or logits' shape: what counts. Of losses one that broadcasts to
   labels' shape says which rows do, and one that fits both is an error.
+- `uniform=None`: numbers in [0, 1), one for each row, in place of a key.
 - `row_weights=None`: floating-point array of labels' shape, factors of losses.
 - `reduction="mean"`: "mean", "sum" or "none".
 - `rows_per_chunk=None`: about how many rows a chunk has, on each device. None: 256 at least, and as many as have 512
@@ -83,8 +92,10 @@ of arrays' functions in order; a function's own docstring says what is its own.
 - `with_unquantized=False`: whether y, what is quantised, is computed, too.
 - `return_logsumexp=False`: whether log(sum(exp(logits))) is returned, too, 0 for a row that does not count. If losses
   are reduced, it takes one product more.
+- `return_log_prob=False`: whether the logarithm of the probability of what is drawn is returned, too.
 - `out_sharding=None`: of a lookup over a mesh with Explicit axes the sharding of the result, as `jax.numpy.take` takes
   it: needed where those of table and ids leave it open.
+- `return_table=False`: whether a lookup returns its table, too, for a head that is tied to it.
 - `indices_are_sorted=False`: promises that segment_ids ascend, which saves a sort on GPUs.
 - `axis_name=None`: the axes of a surrounding `jax.shard_map` or `jax.vmap` over which rows are split evenly, a name or
   a tuple. Results are those of whole rows, by one exchange each way. But for the loss of logits XLA's code runs.
@@ -128,6 +139,7 @@ from jaxnorm.ops.qk_norm_rotary.api import qk_norm_rotary
 from jaxnorm.ops.qk_norm_rotary.packed_api import qkv_norm_rotary
 from jaxnorm.ops.quantize.api import quantize, quantize_kernel
 from jaxnorm.ops.quantized_dot.api import quantized_dot
+from jaxnorm.ops.sample.api import sample
 from jaxnorm.ops.sandwich_norm.api import rms_norm_add_rms_norm
 from jaxnorm.ops.softmax.api import log_softmax, softmax
 from jaxnorm.quantization import Quantization, Quantized
@@ -181,6 +193,7 @@ __all__ = [
     "rms_norm",
     "rms_norm_add_rms_norm",
     "rms_norm_quantized",
+    "sample",
     "segment_sum",
     "softmax",
     "softmax_cross_entropy_with_integer_labels",

@@ -121,7 +121,7 @@ def test_dir_shows_what_is_public():
 
 # All but those on which others build, norm and quantized_dot.
 OPS = ("sandwich_norm", "group_norm", "gated_activation", "softmax", "cross_entropy", "qk_norm_rotary", "float8_linear")
-OPS += ("embedding",)
+OPS += ("embedding", "sample")
 IN_SOURCES = {"embedding": "segment_sum"}  # of which name its folder of src is, where it has another
 NAMED_IN = {"jaxnorm/__init__.py", "cmake/ops.cmake"}
 LAYERS = re.compile("jaxnorm/(flax/|equinox/|keras|replacement)")  # a layer is of its op, and goes with it
@@ -145,7 +145,9 @@ def test_the_product_names_an_op_in_few_places(op):
     assert {path for path in found if not LAYERS.match(path)} <= NAMED_IN
 
 
-@pytest.mark.parametrize("op", ["sandwich_norm", "softmax", "cross_entropy", "embedding"])  # those without layers
+@pytest.mark.parametrize(
+    "op", ["sandwich_norm", "softmax", "cross_entropy", "embedding", "sample"]
+)  # those without layers
 def test_what_is_left_is_whole(op, tmp_path):
     of_sources = IN_SOURCES.get(op, op)
     ignored = shutil.ignore_patterns("__pycache__", "*.so", op, of_sources)

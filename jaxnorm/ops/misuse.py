@@ -88,6 +88,9 @@ SYNONYMS = {
     **dict.fromkeys(("segment_sum.x", "segment_sum.values", "segment_sum.operand", "segment_sum.src"), "data"),
     **{f"segment_sum.{name}": "segment_ids" for name in ("ids", "index", "indices", "labels")},
     **{f"segment_sum.{name}": "num_segments" for name in ("dim_size", "segments", "length")},
+    **{f"sample.{name}": "key" for name in ("rng", "prng_key", "rng_key", "seed", "generator")},
+    "sample.x": "logits",
+    "sample.logit_scale": "temperature=1 / logit_scale",
 }
 QUANTIZATION = "as in quantization=jaxnorm.Quantization(jax.numpy.float8_e4m3fn)"
 # Of an argument that a function has not, where no function of its name has it either.
@@ -107,6 +110,9 @@ INSTEAD = {
     "segment_sum.residual": "add it to the result",
     "segment_sum.out_dtype": "the sums have data's dtype, so convert data first",
     **{f"segment_sum.{name}": "leave it out" for name in ("unique_indices", "bucket_size")},
+    "sample.axis": "columns are along the last axis of logits, so move it there, as by jax.numpy.moveaxis",
+    "sample.out_dtype": "ids are int32, so leave it out",
+    **{f"sample.{name}": "add it to logits first" for name in ("bias", "residual")},
 }
 # The same of one whose result is quantised, and so not to be added to.
 INSTEAD_OF_QUANTIZED = {"bias": "add it to an unquantised norm, and quantise the sum with jaxnorm.quantize"}

@@ -107,7 +107,7 @@ def test_how_many_segments_there_are_is_known_while_tracing():
     assert jax.jit(lambda x: jaxnorm.segment_sum(x, nowhere))(X).shape == (0, 4, 8)
 
 
-# Of rows with an index: the function, its first argument, and why no kernel serves it.
+# Of rows with an index, and of draws: the function, its first argument, and why no kernel serves it.
 SYMBOLIC = jax.export.symbolic_shape("rows, cols")
 WITHOUT_KERNEL = [
     ("embedding", jax.ShapeDtypeStruct((5, 8), "float64"), "the rows are float64, kernels take bfloat16, float16, f"),
@@ -116,17 +116,19 @@ WITHOUT_KERNEL = [
     ("segment_sum", jax.ShapeDtypeStruct((3, 8), "int32"), "data is int32"),
     ("segment_sum", jax.ShapeDtypeStruct((3, 8), "complex64"), "data is complex64"),
     ("segment_sum", jax.ShapeDtypeStruct((3, SYMBOLIC[1]), "float32"), r"the sums have a symbolic shape \(5, cols\)"),
+    ("sample", jax.ShapeDtypeStruct((3, 8), "float64"), "x is float64, kernels take bfloat16, float16, f"),
+    ("sample", jax.ShapeDtypeStruct((3, 0), "float32"), "a normalised axis has length 0"),
 ]
 
 
 @pytest.mark.parametrize(("name", "array", "reason"), WITHOUT_KERNEL)
-def test_native_by_name_of_rows_with_an_index(name, array, reason):
-    others = {"ids": IDS} if name == "embedding" else {"segment_ids": IDS, "num_segments": 5}
-    function = partial(getattr(jaxnorm, name), **others)
+def test_native_by_name_of_no_row(name, array, reason):
+    of = {"embedding": {"ids": IDS}, "segment_sum": {"segment_ids": IDS, "num_segments": 5}, "sample": {"uniform": 0.5}}
+    function = partial(getattr(jaxnorm, name), **of[name])
     with jax.enable_x64(True):
         with pytest.raises(RuntimeError, match=rf"^{name}: .*native.*: {reason}.*implementation=None"):
             jax.eval_shape(partial(function, implementation="native"), array)
-        assert jax.eval_shape(function, array).dtype == array.dtype
+        assert jax.eval_shape(function, array).dtype == ("int32" if name == "sample" else array.dtype)
 
 
 @over(QUANTIZED[:2], name=lambda op: ["x", "scale", "bias", "residual", "smooth_scale"])

@@ -165,8 +165,18 @@ def test_a_program_of_an_older_build_gives_what_this_build_computes(op, way, cou
         assert_close(*(jax.tree.map(lambda a: a.astype("float32"), tuple(results)) for results in (actual, expected)))
 
 
+# The dtype of the first result of such a program, and what it calls.
+OF_RESULTS = {
+    "embedding": ("float32", "jaxnorm_segment_sum"),
+    "segment_sum": ("bfloat16", "jaxnorm_segment_sum"),
+    "sample": ("int32", "jaxnorm_sample_fwd"),
+}
+
+
 def drawn_of_no_row(function, count):
-    """Rows with an index, some of which are from the end, and some nowhere."""
+    """Rows with an index, some of which are from the end, and some nowhere; or logits and uniform numbers."""
+    if function == "sample":
+        return draw("logits", (count, 50), "bfloat16", std=2.0), jnp.linspace(0.03, 0.97, count)
     ids = np.random.default_rng(count).integers(-20, 60, count).astype("int32")
     rows = draw("rows", (count, 24), "bfloat16")
     return (draw("table", (50, 24)), ids, rows) if function == "embedding" else (rows, ids)
@@ -177,16 +187,17 @@ def drawn_of_no_row(function, count):
 def test_a_program_of_no_row_of_an_older_build(function, way, count):
     args = drawn_of_no_row(function, count)
     expected = jax.jit(OF_NO_ROW[function, way][0])(*args)
-    assert expected[0].dtype == ("float32" if function == "embedding" else "bfloat16")
+    dtype, target = OF_RESULTS[function]
+    assert expected[0].dtype == dtype
     for program in map(export.deserialize, programs_of(function, f"{function}-{way}")):
-        assert count_native_calls(program.mlir_module()) == {"jaxnorm_segment_sum": 2}
+        assert count_native_calls(program.mlir_module()) == {target: 2}
         assert_close(*(jax.tree.map(jnp.float32, results) for results in (jax.jit(program.call)(*args), expected)))
 
 
 @pytest.mark.parametrize(("function", "way"), OF_NO_ROW)
 def test_a_program_of_no_row_holds_the_calls_of_each_platform(function, way):
     text = exported_of_no_row(function, way).mlir_module()
-    assert count_native_calls(text) == {"jaxnorm_segment_sum": is_built("cpu") + is_built("gpu")}
+    assert count_native_calls(text) == {OF_RESULTS[function][1]: is_built("cpu") + is_built("gpu")}
 
 
 # What a call over a mesh is of, as texts of older builds have it: the names and the fields that specs had then.

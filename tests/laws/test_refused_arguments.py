@@ -41,10 +41,11 @@ POSITIONAL = {
     "float8_linear": ["x", "kernel"],
     "embedding": ["table", "ids"],
     "segment_sum": ["data", "segment_ids", "num_segments"],
+    "sample": ["logits", "key"],
 }
 # Of the table.
 OF_NO_ROW = {"linear_cross_entropy", "quantize", "quantize_kernel", "quantized_dot", "float8_linear"}
-OF_NO_ROW |= {"embedding", "segment_sum"}
+OF_NO_ROW |= {"embedding", "segment_sum", "sample"}
 
 
 class Integers:
@@ -343,7 +344,7 @@ INSTEAD = {
     "out_dtype": "that of quantization",
     **dict.fromkeys(("return_sum", "return_v", "return_statistics"), "of the results by its name"),
 }
-# Of functions of rows with an index, where what is said is their own.
+# Of functions of rows with an index and of some others, where what is said is their own.
 OF_ROWS = {
     **{(function, "axis"): "along the first axis" for function in ("embedding", "segment_sum")},
     **{(function, "residual"): "add it to the result" for function in ("embedding", "segment_sum")},
@@ -355,6 +356,19 @@ OF_ROWS = {
     ("segment_sum", "ids"): "did you mean segment_ids",
     ("segment_sum", "labels"): "did you mean segment_ids|is an argument of",
     ("segment_sum", "out_dtype"): "data's dtype",
+    ("qk_norm_rotary", "key"): "did you mean k",
+    **{
+        (function, "temperature"): "did you mean logit_scale=1 / temp"
+        for function in POSITIONAL
+        if "softmax" in function
+    },
+    ("linear_cross_entropy", "temperature"): "did you mean logit_scale=1 / temp",
+    ("sample", "axis"): "along the last axis of logits",
+    ("sample", "x"): "did you mean logits",
+    ("sample", "out_dtype"): "ids are int32",
+    **dict.fromkeys((("sample", "logit_scale"), ("sample", "scale")), "did you mean temperature|is an argument of"),
+    ("sample", "residual"): "add it to logits first",
+    ("sample", "bias"): "add it to logits first",
 }
 
 

@@ -22,6 +22,7 @@ VALID |= {"kernel": jnp.ones((8, 5)), "table": jnp.ones((5, 8)), "segment_ids": 
 VALID |= {"gate_first": True, "quantization": Quantization("int8")}
 OWN = {
     "group_norm": {"num_groups": 2},
+    "sample": {"uniform": 0.5},
     "quantized_dot": {"kernel": jaxnorm.quantize_kernel(jnp.ones((8, 5)), Quantization("int8"))},
 }
 
@@ -437,6 +438,34 @@ SEGMENT_SUM = named(
     call(X, IDS, 5, dtype="float32").raises(TypeError, "'dtype'", "the sums have data's dtype"),
     call(X, IDS, dim_size=5).raises(TypeError, "'dim_size'", r"did you mean num_segments\?"),
 )
+KEY = jax.random.key(0)
+SAMPLE = named(
+    call(X).raises(ValueError, "neither of key and uniform", "also where temperature is 0"),
+    call(X, KEY, uniform=0.5).raises(ValueError, "both key and uniform"),
+    call(X, temperature=0).raises(ValueError, "neither of key and uniform", r"jax.random.key\(seed\)"),
+    call(X, 3).raises(TypeError, "key", "int", r"jax.random.key\(seed\)"),
+    call(X, X[0, 0]).raises(TypeError, "key", "float32", "uniform=..."),
+    call(X, jax.random.split(KEY, 3)).raises(ValueError, "key has shape", (3,), "one key", "jax.vmap"),
+    call(X, jax.random.split(jax.random.PRNGKey(0), 3)).raises(ValueError, "key has shape", (3, 2), "jax.vmap"),
+    call(X, uniform=1.0).raises(ValueError, "uniform", r"\[0, 1\)", "1.0"),
+    call(X, uniform=jnp.ones(3)).raises(ValueError, "uniform has shape", (3,), (3, 4), (3, 4, 8)),
+    call(X, KEY, temperature=-1).raises(ValueError, "temperature", "negative", "-1"),
+    call(X, KEY, temperature=None).raises(TypeError, "temperature", "number", "None"),
+    call(X, KEY, temperature=float("inf")).raises(ValueError, "temperature", "finite", "inf"),
+    call(X, KEY, top_k=-2).raises(ValueError, "top_k", "0 or -1 for all", "-2"),
+    call(X, KEY, top_k=2.0).raises(TypeError, "top_k", "int", "2.0", "None keeps all"),
+    call(X, KEY, top_k=SCALE).raises(TypeError, "top_k", "integers", "float32"),
+    call(X, KEY, top_k=LABELS[0, :3]).raises(ValueError, "top_k has shape", (3,), (3, 4), "leading axes"),
+    call(X, KEY, top_p="0.9").raises(TypeError, "top_p", "number", "0.9"),
+    call(X, KEY, top_p=float("nan")).raises(ValueError, "top_p", "finite", "nan"),
+    call(X, KEY, top_p=LABELS > 0).raises(TypeError, "top_p", "numbers", "bool"),
+    call(X, KEY, min_p=-0.1).raises(ValueError, "min_p", "negative", "-0.1"),
+    call(X, KEY, where=jnp.ones(3, bool)).raises(ValueError, "where", (3,), (3, 4, 8)),
+    call(X, KEY, 0.7).raises(TypeError, "takes 2 positional", "by name: temperature"),
+    call(X, rng=KEY).raises(TypeError, "'rng'", r"did you mean key\?"),
+    call(X, KEY, axis=0).raises(TypeError, "'axis'", "along the last axis of logits"),
+    call(X, KEY, logit_scale=2).raises(TypeError, "'logit_scale'", "did you mean temperature"),
+)
 # What has no row in the table.
 OF_NO_ROW = {"Quantization": QUANTIZATION, "linear_cross_entropy": LINEAR}
-OF_NO_ROW |= {"embedding": EMBEDDING, "segment_sum": SEGMENT_SUM}
+OF_NO_ROW |= {"embedding": EMBEDDING, "segment_sum": SEGMENT_SUM, "sample": SAMPLE}

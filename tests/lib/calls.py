@@ -44,6 +44,7 @@ _OF_X = {
     "quantized_dot": lambda x: jaxnorm.quantized_dot(x, jaxnorm.quantize_kernel(_square(x), INT8)),
     "rms_norm_add_rms_norm": lambda x: jaxnorm.rms_norm_add_rms_norm(x, x),
     "rms_norm_quantized": lambda x: jaxnorm.rms_norm_quantized(x, quantization=INT8),
+    "sample": lambda x: jaxnorm.sample(x, uniform=0.5, return_log_prob=True),
     "segment_sum": lambda x: jaxnorm.segment_sum(x, jnp.zeros(x.shape[:1], int), 8),
     _LOSS.__name__: lambda x: _LOSS(x, _labels(x)),
 }

@@ -17,6 +17,7 @@ if __name__ == "__main__":
     import bench  # noqa: F401  # it lets the installed jaxnorm come before the clone's
 
 import jax
+import jax.numpy as jnp
 from jax import export
 
 import jaxnorm
@@ -40,10 +41,18 @@ def _segment_sum(data, ids):
     return jaxnorm.segment_sum(data, ids, 9)
 
 
+def _sample(logits, uniform):
+    """With all operands, which differ from row to row."""
+    settings = {"temperature": uniform + 0.5, "top_k": (40 * uniform).astype("int32"), "top_p": 1 - uniform / 2}
+    where = jnp.arange(50) % 7 != 3
+    return jaxnorm.sample(logits, uniform=uniform, **settings, min_p=uniform / 9, where=where, return_log_prob=True)
+
+
 # What has no row in the table, by its function and way: the program's function, and its arguments' shapes and dtypes.
 OF_NO_ROW = {
     ("embedding", "gradient"): (_lookup_gradient, {"50, 24": "float32", "rows": "int32", "rows, 24": "bfloat16"}),
     ("segment_sum", "forward"): (_segment_sum, {"rows, 24": "bfloat16", "rows": "int32"}),
+    ("sample", "forward"): (_sample, {"rows, 50": "bfloat16", "rows": "float32"}),
 }
 
 

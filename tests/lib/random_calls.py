@@ -371,8 +371,25 @@ def segment_sum(draw: Draw) -> Call:
     return _call(jaxnorm.segment_sum, operands, ("data",), (), num_segments=segments, indices_are_sorted=is_sorted)
 
 
+def log_prob(logits, **given):
+    return jaxnorm.sample(logits, uniform=0.5, return_log_prob=True, **given)[1]
+
+
+def sample(draw: Draw) -> Call:
+    """The logarithms, of rows that have one column which is nearly all of them, so that no rounding changes the id."""
+    lead, cols = draw.rows(), draw.pick(COLS)
+    logits = draw.floats((*lead, cols), draw.pick(DTYPES))
+    most = jnp.asarray(draw.rng.integers(0, cols, (*lead, 1)))
+    operands: dict[str, Any] = {"logits": jnp.where(jnp.arange(cols) == most, 12, logits)}
+    settings = {"temperature": (0.25, 1.0), "top_p": (0.5, 2.0), "min_p": (0.0, 0.25)}
+    for name, values in settings.items():
+        if draw.chance(0.5):
+            operands[name] = jnp.asarray(draw.rng.choice(values, lead), "float32")
+    return _call(log_prob, operands, ("logits",), tuple(operands) if lead else ())
+
+
 OTHERS = (softmax, cross_entropy, linear_cross_entropy, rotary, rotary, rotary_of_product, group_norm, per_head)
-OTHERS += (lookup, segment_sum)
+OTHERS += (lookup, segment_sum, sample)
 
 
 def draw_call(draw: Draw) -> Call:

@@ -56,7 +56,9 @@ def test_the_default_call_is_native(info):
 
 
 @pytest.mark.needs("kernels")
-@pytest.mark.parametrize("op", sorted({*(op.public for op in OPS), "linear_cross_entropy", "embedding", "segment_sum"}))
+@pytest.mark.parametrize(
+    "op", sorted({*(op.public for op in OPS), "linear_cross_entropy", "embedding", "segment_sum", "sample"})
+)
 def test_every_op_is_native(info, op):
     report = call(info, "--op", op, "--dtype", "bfloat16")
     assert (report["op"], report["implementation"]) == (op, "native")

@@ -27,7 +27,7 @@ inline Sample read_sample(Reader& in) {
 namespace ops::sample {
 
 template <class Platform>
-inline constexpr std::tuple kTable{Row{"jaxnorm_sample", read_sample}};
+inline constexpr std::tuple kTable{Row{"jaxnorm_sample_fwd", read_sample}};
 
 }  // namespace ops::sample
 
