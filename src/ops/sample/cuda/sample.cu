@@ -4,8 +4,8 @@
 // 1. The maximum, and its column.
 // 2. The border of what is kept, if there is a top_k or a top_p: see border.cuh.
 // 3. The sum of what is kept, warp by warp.
-// 4. The column at which u times the sum is passed: whose warp has it, which lane's columns of that, and which of
-// these.
+// 4. The column at which u times the sum is passed: in which warp's columns, of these in which lane's, and which of
+// them.
 #include "cuda/engine/launch.cuh"
 #include "cuda/engine/unaligned.cuh"
 #include "ops/sample/call.h"
@@ -260,7 +260,7 @@ cudaError_t launch(const Sample& p, cudaStream_t stream) {
   // Of whole lines of memory.
   const int span = static_cast<int>(ceil_div(ceil_div(vectors, int64_t{blocks} * kWarps), kLine) * kLine);
   // A sum of losses, each less than 1 / 32 of the largest e, is less than 2^32.
-  const auto units = static_cast<float>(std::min<int64_t>(1 << 22, (int64_t{1} << 37) / p.cols));
+  const auto units = static_cast<float>(std::min<int64_t>(1 << 22, (int64_t{1} << 37) / std::max<int64_t>(1, p.cols)));
   const Plan plan{kThreads, kStreamed, 1, blocks};
   return launch_groups(is_aligned ? sample_kernel<T, true> : sample_kernel<T, false>, plan, p.rows, 0, stream, p,
                        MaskLaunch(p.mask), span, units);
