@@ -53,7 +53,7 @@ __device__ inline uint32_t remote_address([[maybe_unused]] uint32_t address, [[m
 template <typename V>
 __device__ V* remote(V* own, [[maybe_unused]] int block) {
   V* there = own;
-  if (Cluster::blocks() > 1) JAXNORM_SM90(asm("mapa.u64 %0, %1, %2;" : "=l"(there) : "l"(own), "r"(block)));
+  if constexpr (kHasClusters) JAXNORM_SM90(asm("mapa.u64 %0, %1, %2;" : "=l"(there) : "l"(own), "r"(block)));
   return there;
 }
 
