@@ -342,4 +342,6 @@ def test_float64_and_rows_of_nothing():
     shares = np.stack([shares_of(row, top_p=0.7) for row in np.asarray(logits)])
     np.testing.assert_array_equal(ids, [np.argmax(np.cumsum(s) > u) for s, u in zip(shares, uniform, strict=True)])
     np.testing.assert_allclose(log_probs, np.log(shares[np.arange(4), ids]), rtol=1e-12)
-    assert jaxnorm.sample(jnp.ones((4, 0)), uniform=0.5).tolist() == [-1] * 4
+    of_rows = partial(jaxnorm.sample, uniform=0, where=jnp.arange(4)[:, None] != 2)
+    assert of_rows(jnp.ones((4, 3))).tolist() == [0, 0, -1, 0]
+    assert of_rows(jnp.ones((4, 0))).tolist() == [-1] * 4

@@ -212,7 +212,6 @@ def _where(value: Any, logits: jax.Array) -> jax.Array | None:
     where = check_booleans("sample", value)
     if not weights.are_batch_dims(where.shape, logits.shape):
         raise does_not_broadcast("sample", where, logits, "that of logits")
+    where = fitted("sample", where, logits, (-1,))
     shape = (*where.shape[:-1], logits.shape[-1])
-    if where.shape != shape:
-        where = jnp.broadcast_to(where, shape)
-    return fitted("sample", where, logits, (-1,))
+    return where if where.shape == shape else dims.broadcast(where, shape, jax.typeof(logits), broadcast.dim_map(shape))
