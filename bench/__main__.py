@@ -11,6 +11,7 @@ COMMANDS = {
     "model": "the norms within a model's training step",
     "reproducible": "whether two processes train a language model to the same bits",
     "resources": "registers and spills of the CUDA kernels in two builds, without a GPU",
+    "sampling": "choosing the next token, alone and in a loop on the device, beside jax.numpy",
     "tables": "write the results into README.md and docs/",
 }
 

@@ -293,8 +293,12 @@ def full_cache(spec):
     return jnp.arange(spec.batch) % spec.classes, jnp.array(0), cache
 
 
-def decode_step(spec, variant):
-    """One token for each sequence, the likeliest; the result is the logits.
+def likeliest(logits, position):
+    return jnp.argmax(logits, -1)
+
+
+def decode_step(spec, variant, choose=likeliest):
+    """One token for each sequence, by choose(logits, position); the result is the logits.
 
     All of the cache is read, and its oldest position is replaced.
     """
@@ -318,17 +322,17 @@ def decode_step(spec, variant):
             stream, entry = block(spec, norms, layer, stream, attend_to, position)
             kept.append(entry)
         logits = spec.product(norms.closing(stream, params["norm"]), params["head"])
-        return (jnp.argmax(logits, -1).astype(tokens.dtype), position + 1, kept), logits
+        return (choose(logits, position).astype(tokens.dtype), position + 1, kept), logits
 
     return step
 
 
-def decode_loop(spec, variant, length):
+def decode_loop(spec, variant, length, choose=likeliest):
     """So many tokens for each sequence in one program, in which the host has no part.
 
     The result is the logits of the last one.
     """
-    step = decode_step(spec, variant)
+    step = decode_step(spec, variant, choose)
 
     def loop(state, params):
         logits = jax.eval_shape(step, state, params)[1]

@@ -305,6 +305,8 @@ def faster(percent):
 SUMMED = ("op", "shape", "M", "N")
 ON_GPU = (*SUMMED, "us", "order us", "fill us", "% of copy", "XLA us", "x XLA", "temp MiB", "XLA temp MiB")
 ON_CPU = (*SUMMED, "ms", "copy ms", "XLA ms", "x XLA")
+CHOICES = ("mode", "dtype", "rows", "us", "jax.numpy us", "x jax.numpy", "x sort")
+LOOPS = ("sequences", "choice", "ms", "± us", "faster %")
 IN_TWO_PROCESSES = ("variant", "attention", "flags", "ms", "arrays", "differ")
 NEW_MODELS = ("h100/models", "h100/joint", "h100/qwen")
 TABLES = {
@@ -320,6 +322,8 @@ TABLES = {
     "blocks": (blocks, "h100/blocks"),
     "lookups": (wholes, "h200/lookups"),
     "h200-embedding": (functools.partial(chosen, columns=ON_GPU), "h200/embedding"),
+    "h200-sampling": (functools.partial(chosen, columns=CHOICES), "h200/sampling"),
+    "sampling": (functools.partial(chosen, columns=LOOPS), "h200/sampling-loop"),
     "reproducible": (functools.partial(chosen, columns=IN_TWO_PROCESSES), "h200/reproducible"),
     "cpu-embedding": (functools.partial(chosen, columns=ON_CPU), "cpu/embedding"),
     "float8-steps": (wholes, "h100/float8", "h200/float8", "h200/float8-flax", "h200/float8-narrow"),

@@ -95,6 +95,7 @@ of arrays' functions in order; a function's own docstring says what is its own.
 - `return_log_prob=False`: whether the logarithm of the probability of what is drawn is returned, too.
 - `out_sharding=None`: of a lookup over a mesh with Explicit axes the sharding of the result, as `jax.numpy.take` takes
   it: needed where those of table and ids leave it open.
+- `return_table=False`: whether a lookup returns its table, too, for a head that is tied to it.
 - `indices_are_sorted=False`: promises that segment_ids ascend, which saves a sort on GPUs.
 - `axis_name=None`: the axes of a surrounding `jax.shard_map` or `jax.vmap` over which rows are split evenly, a name or
   a tuple. Results are those of whole rows, by one exchange each way. But for the loss of logits XLA's code runs.

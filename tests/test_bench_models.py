@@ -274,6 +274,15 @@ def test_processes_that_train_are_compared(tmp_path):
     assert row["arrays"] > 40
 
 
+@pytest.mark.long
+def test_ways_to_choose_a_token_are_timed_in_loops(tmp_path):
+    args = parse(["sampling", "--small", "--loop", "--turns=2", "--out", str(tmp_path / "card/run")])
+    args.main(args)
+    rows = report.load(args.out)["rows"]
+    assert [row["choice"] for row in rows] == ["argmax", "jax.numpy top-p", "jaxnorm top-p"]
+    assert [row["faster %"] is None for row in rows] == [False, True, False]
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_explains_itself(command, capsys):
     with pytest.raises(SystemExit) as exit_:

@@ -117,8 +117,8 @@ the numbers of all devices' segments on each: ops/embedding/op.py: ops/embedding
 -ids - spec.owned.index() * spec.segments
 +ids
 parts of sums in a half type: ops/embedding/op.py: ops/embedding.py -k parts_of_devices
--dtype = spec.out_dtype if spec.summed is None else np.dtype(np.float32)
-+dtype = spec.out_dtype
+-dataclasses.replace(own, out_dtype=np.dtype(np.float32))
++own
 a top_p of 0 that keeps nothing: ops/sample/formula.py: ops/sample.py -k 'settings_of_their_own and xla'
 -jnp.maximum(1, jnp.sum(
 +jnp.maximum(0, jnp.sum(
@@ -175,6 +175,9 @@ what a chunk has of the next segment is left out:
 ops/segment_sum/cuda/segment_sum.cu: ops/embedding.py -k 'sum_rounded_once or ten_thousand'
 -add_tails(p, chunks, begins[i], at, 1, col, sum)
 +add_tails(p, chunks, begins[i] + 1, at, 1, col, sum)
+a sum in the place of what it is added to: ops/segment_sum/cuda/segment_sum.cu: ops/embedding.py -k sum_rounded_once
+-sum[k] = onto[k] + sum[k];
++sum[k] += 0.0f;
 parts of a long segment before they are there: ops/segment_sum/cuda/segment_sum.cu: ops/embedding.py -k ten_thousand
 -sum);
 -      __syncthreads();

@@ -3,6 +3,7 @@
 import math
 from functools import partial
 
+import deviceless
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -38,8 +39,10 @@ def numbers(kind, count, length, dtype="int32"):
     return np.asarray(ids[kind]().astype(dtype))
 
 
-def gradient(table, ids, rows, **options):
-    return jax.vjp(partial(jaxnorm.embedding, ids=ids, dtype=rows.dtype, **options), table)[1](rows)[0]
+def gradient(table, ids, rows, *of_head, **options):
+    """By the rows, or by them and what is made of the table that is returned."""
+    lookup = partial(jaxnorm.embedding, ids=ids, dtype=rows.dtype, return_table=bool(of_head), **options)
+    return jax.vjp(lookup, table)[1]((rows, *of_head) if of_head else rows)[0]
 
 
 def exact_sums(ids, rows, length):
@@ -75,23 +78,74 @@ def of(*names):
     return {name: SIZES[name] for name in names}
 
 
+# Of a tied head, what it has for a row that nobody reads stays as it is.
 @pytest.mark.on_emulator
 @cover(
     size=SIZES,
     kind=["log-uniform", "uniform", "one", "others"],
     dtype=DTYPES,
     of_rows=DTYPES,
+    of_head=[None, 1.0, 0.0],
     implementation=IMPLEMENTATIONS,
 )
-def test_the_gradient_is_the_sum_rounded_once(size, kind, dtype, of_rows, implementation):
+def test_the_gradient_is_the_sum_rounded_once(size, kind, dtype, of_rows, of_head, implementation):
     length, columns, count = size
     ids = numbers(kind, count, max(1, length))
     table, rows = draw("table", (length, columns), dtype), draw("rows", (count, columns), of_rows)
-    actual = jax.jit(partial(gradient, implementation=implementation))(table, ids, rows)
+    head = draw("head", table.shape, dtype) * (of_head or 0.0)
+    heads = [] if of_head is None else [head]
+    actual = jax.jit(partial(gradient, implementation=implementation))(table, ids, rows, *heads)
     assert (actual.shape, actual.dtype) == (table.shape, table.dtype)
-    exact, magnitudes = exact_sums(from_the_end(ids, length), rows, length)
-    assert gradient_error(actual, exact, DSCALE, np.linalg.norm(magnitudes)) <= 1
-    np.testing.assert_array_equal(np.asarray(actual)[(magnitudes == 0).all(-1)], 0)
+    sums, magnitudes = exact_sums(from_the_end(ids, length), rows, length)
+    bound = np.linalg.norm(np.abs(f64(head)) + magnitudes)
+    assert gradient_error(actual, f64(head) + sums, DSCALE, bound) <= 1
+    is_read = np.isin(np.arange(length), from_the_end(ids, length))
+    np.testing.assert_array_equal(f64(actual)[~is_read], f64(head)[~is_read])
+
+
+def tied(table, ids, **options):
+    rows, same = jaxnorm.embedding(table, ids, return_table=True, **options)
+    return rows + jnp.sum(jnp.cos(same))
+
+
+def take_tied(table, ids):
+    return jnp.take(table, ids, axis=0) + jnp.sum(jnp.cos(table))
+
+
+@pytest.mark.needs("kernels")
+def test_a_head_that_is_not_read():
+    args = draw("table", (LENGTH, COLUMNS)), numbers("uniform", 21, LENGTH)
+
+    def rows_alone(table, ids):
+        return jaxnorm.embedding(table, ids, return_table=True, implementation="native")[0]
+
+    text = compiled_text(jax.grad(loss(rows_alone)), *args)
+    assert count_native_calls(text) == CALL
+    assert "output_to_operand_aliasing" not in text
+    assert "output_to_operand_aliasing" in compiled_text(jax.grad(loss(partial(tied, implementation="native"))), *args)
+    table_alone = jax.grad(lambda table: jnp.sin(jaxnorm.embedding(table, args[1], return_table=True)[1]).sum())
+    assert_near(table_alone(args[0]), jnp.cos(args[0]))
+
+
+# In an optimizer's step, by a head that multiplies in bfloat16: the gradient of the table is one array, and is not
+# filled.
+@pytest.mark.deviceless
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_nothing_of_a_tied_table_is_copied(dtype):
+    args = [jax.ShapeDtypeStruct((151936, 2560), dtype), jax.ShapeDtypeStruct((8192,), "int32")]
+
+    def loss(table, ids):
+        rows, table = jaxnorm.embedding(table, ids, dtype="bfloat16", return_table=True)
+        logits = jax.checkpoint(jnp.matmul)(jnp.sin(rows), table.astype("bfloat16").T)
+        return jax.nn.logsumexp(logits[:256].astype("float32"))
+
+    step = deviceless.compiled(
+        lambda table, ids: table - 0.1 * jax.grad(loss)(table, ids).astype(table.dtype), *deviceless.types(args)
+    )
+    lines = deviceless.kernels(step)
+    (call,) = [line for line in lines if f'custom_call_target="{TARGET}"' in line]
+    assert "output_to_operand_aliasing" in call
+    assert [line for line in lines if " copy(" in line or "broadcast" in line] == []
 
 
 # In a half type a sum of ones stops at 256, where each addition is rounded.
@@ -207,11 +261,13 @@ def test_the_gradient_has_the_same_bits_in_each_run(kind, size, of_rows):
 @pytest.mark.parametrize(
     ("length", "columns", "count"), [(151936, 2560, 8192), (262144, 1152, 8192), (50257, 768, 65536)]
 )
-def test_language_models_gradients_have_the_same_bits_by_default(length, columns, count):
+@pytest.mark.parametrize("heads", [0, 1])
+def test_language_models_gradients_have_the_same_bits_by_default(length, columns, count, heads):
     args = (
         jnp.zeros((length, columns)),
         numbers("log-uniform", count, length),
         draw("rows", (count, columns), "bfloat16"),
+        *[jnp.ones((length, columns))] * heads,
     )
     *_, backward = jaxnorm.explain(gradient, *args)
     assert {runs.platform: runs.implementation for runs in backward.runs}["cuda"] == "native"
@@ -244,8 +300,13 @@ TRANSFORMATIONS = {
 
 @pytest.mark.any_code
 @pytest.mark.on_emulator
-@cover(transformation=TRANSFORMATIONS, axes=EXAMPLES, implementation=(*IMPLEMENTATIONS, None))
-def test_examples_of_table_and_ids(transformation, axes, implementation):
+@cover(
+    transformation=TRANSFORMATIONS,
+    axes=EXAMPLES,
+    of_head=[False, True],
+    implementation=(*IMPLEMENTATIONS, None),
+)
+def test_examples_of_table_and_ids(transformation, axes, of_head, implementation):
     table = draw("table", (LENGTH, COLUMNS) if axes[0] is None else (3, LENGTH, COLUMNS))
     ids = numbers("others", 3 * 21, LENGTH).reshape(*([] if axes[1] is None else [3]), 7, -1)
     args = [
@@ -254,7 +315,10 @@ def test_examples_of_table_and_ids(transformation, axes, implementation):
     ]
     actual, expected = (
         jax.jit(jax.vmap(transformation(lookup), axes))(*args)
-        for lookup in (partial(jaxnorm.embedding, implementation=implementation), partial(jnp.take, axis=0))
+        for lookup in (
+            partial(tied if of_head else jaxnorm.embedding, implementation=implementation),
+            take_tied if of_head else partial(jnp.take, axis=0),
+        )
     )
     assert_near(actual, expected)
 
@@ -365,23 +429,35 @@ SPLITS = {
 
 
 @pytest.mark.needs("kernels")
-@cover(split=SPLITS, mode=["auto", "explicit"], dtype=["float32", "bfloat16"], implementation=IMPLEMENTATIONS)
-def test_devices_add_what_they_have(devices, split, mode, dtype, implementation):
+@cover(
+    split=SPLITS,
+    mode=["auto", "explicit"],
+    dtype=["float32", "bfloat16"],
+    way=[("native", 0), ("xla", 0), ("native", 1), ("xla", 1)],
+)
+def test_devices_add_what_they_have(devices, split, mode, dtype, way):
     (of_table, of_ids, of_rows), added = split
+    implementation, heads = way
     mesh = mesh_for(mode, devices)
-    _, ids, _ = args = operands(dtype)
+    table, ids, rows = args = operands(dtype)
     out = NamedSharding(mesh, of_table)
     options = {"out_sharding": of_rows} if mode == "explicit" else {}
     function = partial(gradient, implementation=implementation, **options)
-    specs = [P(*s, *[None] * (a.ndim - len(s))) for s, a in zip((of_table, of_ids, of_rows), args, strict=True)]
+    args = (*args, draw("head", table.shape, dtype))[: 3 + heads]
+    of_args = of_table, of_ids, of_rows, of_table
+    specs = [P(*s, *[None] * (a.ndim - len(s))) for s, a in zip(of_args, args, strict=False)]
     actual, text = on_mesh(mesh, function, args, specs, out_shardings=out)
-    exact, _ = exact_sums(from_the_end(np.asarray(ids), 64), args[2], 64)
+    exact, _ = exact_sums(from_the_end(np.asarray(ids), 64), rows, 64)
+    exact += sum(f64(head) for head in args[3:])
     assert actual.sharding.is_equivalent_to(out, 2)
     assert gradient_error(jax.device_get(actual), exact, DSCALE) <= 1
     if implementation == "native":
         adds = added is not None and not NamedSharding(mesh, of_ids).is_fully_replicated  # a mesh axis may be 1 long
         parts = {"all-reduce": NamedSharding(mesh, added).shard_shape((64, 32))} if adds else {}
-        assert collectives(text) == {kind: 4 * math.prod(part) for kind, part in parts.items()}
+        exchanged = {kind: 4 * math.prod(part) for kind, part in parts.items()}
+        if adds and heads and of_table == of_ids:  # sums of all rows are on each device, and the head's go with them
+            exchanged["all-gather"] = table.size * table.dtype.itemsize
+        assert collectives(text) == exchanged
         assert TARGET in count_native_calls(text)
 
 

@@ -1,7 +1,7 @@
 """The public functions of rows with an index."""
 
 import math
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +17,28 @@ from jaxnorm.ops.options import Choice, Implementation
 from jaxnorm.primitive import reasons
 
 
+class _Options(TypedDict, total=False):
+    dtype: Any
+    out_sharding: Any
+    implementation: Implementation | None
+
+
+@overload
+def embedding(table: Any, ids: Any, *, return_table: Literal[False] = False, **_: Unpack[_Options]) -> jax.Array: ...
+@overload
+def embedding(
+    table: Any, ids: Any, *, return_table: Literal[True], **_: Unpack[_Options]
+) -> tuple[jax.Array, jax.Array]: ...
 @explained
 def embedding(
-    table: Any, ids: Any, *, dtype: Any = None, out_sharding: Any = None, implementation: Implementation | None = None
-) -> jax.Array:
+    table: Any,
+    ids: Any,
+    *,
+    dtype: Any = None,
+    out_sharding: Any = None,
+    return_table: bool = False,
+    implementation: Implementation | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Looks up rows of a table, whose gradient is summed in float32, in a fixed order, and rounded once.
 
         rows[i] = table[ids[i]]                         rounded to dtype; NaN where the table has no such row
@@ -36,6 +54,8 @@ def embedding(
       ids: integers of any shape, the numbers of rows; negative ones count from the end.
       dtype: that of the result, before which nothing is rounded. None is table's.
       out_sharding: the result's over an Explicit mesh, as for `jax.numpy.take`.
+      return_table: whether table is returned, too, for the head that is tied to it: the kernel adds the gradient of the
+        rows to that of this result, in its place, where JAX would add up two arrays of table's size.
 
     Raises:
       ValueError: table is no matrix.
@@ -49,6 +69,7 @@ def embedding(
         raise ValueError(f"{name}: table has shape {weights.shape}, expected (rows, columns). Reshape table.")
     out_dtype = checks.check_out_dtype(name, dtype, weights, "dtype")
     choice = checks.check_implementation(name, implementation)
+    with_table, of_table = checks.check_flag(name, "return_table", return_table), weights.dtype
     if compat.are_summed(weights, numbers)[0]:
         weights = weights.astype(np.float32)  # in which the gradient is summed over devices, too
     length = _check_length(name, "table has", "rows", weights.shape[0])
@@ -57,13 +78,15 @@ def embedding(
         out_dtype=out_dtype,
         fill=np.nan,
         out_spec=_check_sharding(name, out_sharding),
+        with_table=with_table,
         **choice.asks(name),
     )
     if choice.backward.implementation == "native":
         sums = SegmentSum(function=name, out_dtype=np.dtype(weights.dtype), segments=length, positions=numbers.ndim)
-        rows = jax.ShapeDtypeStruct((*numbers.shape, weights.shape[1]), out_dtype)
-        _check_native(spec.native_in("backward"), sums, Positions(rows, numbers))
-    return op.bind_lookup(spec, weights, _from_the_end(numbers, length))
+        of_rows = jax.ShapeDtypeStruct((*numbers.shape, weights.shape[1]), out_dtype)
+        _check_native(spec.native_in("backward"), sums, Positions(of_rows, numbers))
+    rows, *tables = op.bind_lookup(spec, weights, _from_the_end(numbers, length))
+    return (rows, tables[0].astype(of_table)) if tables else rows
 
 
 @explained

@@ -21,6 +21,7 @@ class Lookup(Spec):
     out_dtype: np.dtype[Any]
     fill: float = 0.0  # what stands in a row that the table has not
     out_spec: PartitionSpec | None = None  # of the rows over an Explicit mesh, where table and ids do not say it
+    with_table: bool = False  # as a second result, whose gradient that of the rows is added to
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,6 +55,7 @@ class Positions(NamedTuple):
 
     data: Any  # (..., columns)
     ids: Any  # (...), int32
+    onto: Any = None  # (segments, columns) of the sums' dtype, to which they are added
 
 
 def lookup(spec: Lookup, operands: Rows) -> jax.Array:
@@ -73,19 +75,20 @@ def segment_sum(spec: SegmentSum, operands: Positions) -> jax.Array:
     """The sum of data over the positions of each segment, in float32 or wider, rounded once."""
     sharding: Any = result_type(spec, operands).sharding
 
-    def sums(data: jax.Array, ids: jax.Array) -> jax.Array:
+    def sums(data: jax.Array, ids: jax.Array, *onto: jax.Array) -> jax.Array:
         wide = wide_dtype([data.dtype, spec.out_dtype])
-        zeros = jnp.zeros((spec.segments, data.shape[-1]), wide)
-        total = zeros.at[ids].add(
+        start = onto[0].astype(wide) if onto else jnp.zeros((spec.segments, data.shape[-1]), wide)
+        total = start.at[ids].add(
             data.astype(wide), mode="drop", wrap_negative_indices=False, indices_are_sorted=spec.is_sorted
         )
         return total.astype(spec.out_dtype)
 
-    if any(any(jax.typeof(array).sharding.spec) for array in operands):
+    arrays = jax.tree.leaves(operands)
+    if any(any(jax.typeof(array).sharding.spec) for array in arrays):
         # What becomes of axes that are split JAX does not say of a sum by numbers.
-        split: jax.Array = jax.sharding.auto_axes(sums, out_sharding=sharding)(*operands)
+        split: jax.Array = jax.sharding.auto_axes(sums, out_sharding=sharding)(*arrays)
         return split
-    return sums(*operands)
+    return sums(*arrays)
 
 
 def result_type(spec: SegmentSum, operands: Positions) -> Any:

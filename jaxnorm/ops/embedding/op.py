@@ -23,7 +23,7 @@ from jaxnorm.ops.embedding.formula import Lookup, Positions, Rows, SegmentSum
 from jaxnorm.primitive import fallback, lowering, reasons, rules
 from jaxnorm.primitive.described import DESCRIBERS, WITHOUT_OP, Described, Function, Request
 from jaxnorm.sharding import partition, text
-from jaxnorm.sharding.dims import CallMaps, wide_dtype
+from jaxnorm.sharding.dims import CallMaps, DimMap, wide_dtype
 from jaxnorm.sharding.placement import Placement
 
 TARGET = "jaxnorm_segment_sum"
@@ -37,13 +37,13 @@ FEW, OF_DATA, OF_HALF = 3 * 10**8, 13, 11
 SHORT = 512  # columns; of fewer XLA's code for CPUs adds up in the cache what a kernel reads in the order of segments
 
 
-def bind_lookup(spec: Lookup, table: Any, ids: Any) -> jax.Array:
-    (rows,) = rules.bind(LOOKUP, Rows(table, ids), spec=spec)
-    return rows
+def bind_lookup(spec: Lookup, table: Any, ids: Any) -> list[jax.Array]:
+    """The rows, and the table if it is asked for."""
+    return rules.bind(LOOKUP, Rows(table, ids), spec=spec)
 
 
-def bind_sum(spec: SegmentSum, data: Any, ids: Any) -> jax.Array:
-    (sums,) = rules.bind(SUM, Positions(data, ids), spec=spec)
+def bind_sum(spec: SegmentSum, data: Any, ids: Any, onto: Any = None) -> jax.Array:
+    (sums,) = rules.bind(SUM, Positions(data, ids, onto), spec=spec)
     return sums
 
 
@@ -91,17 +91,22 @@ def _slower(platform: str, *types: Any, spec: SegmentSum, tree: Any = None) -> s
 
 
 def _lookup_abstract(*leaves: Any, tree: Any, spec: Lookup) -> list[Any]:
-    return list(jax.make_jaxpr(lambda *values: formula.lookup(spec, Rows(*values)))(*leaves).out_avals)
+    (rows,) = jax.make_jaxpr(lambda *values: formula.lookup(spec, Rows(*values)))(*leaves).out_avals
+    return [rows, leaves[0]] if spec.with_table else [rows]
 
 
 def _lookup_formula(*leaves: Any, tree: Any, spec: Lookup) -> list[jax.Array]:
-    return [formula.lookup(spec, Rows(*leaves))]
+    rows = formula.lookup(spec, Rows(*leaves))
+    return [rows, leaves[0]] if spec.with_table else [rows]
 
 
 def _lookup_transpose(cotangents: Any, table: Any, ids: Any, *, tree: Any, spec: Lookup) -> list[Any]:
-    (rows,) = cotangents
-    if type(rows) is ad.Zero or not ad.is_undefined_primal(table):
+    rows, *others = cotangents
+    if not ad.is_undefined_primal(table):
         return [None, None]
+    (onto,) = [other for other in others if type(other) is not ad.Zero] or [None]
+    if type(rows) is ad.Zero:
+        return [onto, None]
     backward = "backward" if spec.function == "embedding" else "forward"
     sums = SegmentSum(
         function=spec.function,
@@ -113,7 +118,7 @@ def _lookup_transpose(cotangents: Any, table: Any, ids: Any, *, tree: Any, spec:
         native_for=spec.native_in(backward),
         formula_for=tuple(("forward", how) for way, how in spec.formula_for if way == backward),
     )
-    return [bind_sum(sums, rows, ids), None]
+    return [bind_sum(sums, rows, ids, onto), None]
 
 
 def _split(aval: Any) -> PartitionSpec | None:
@@ -124,14 +129,17 @@ def _lookup_batch(leaves: Any, axes: Any, *, tree: Any, spec: Lookup) -> tuple[A
     of_rows = None if spec.out_spec is None else PartitionSpec(None, *spec.out_spec)
     if axes[0] is None:
         table, ids = leaves[0], jnp.moveaxis(leaves[1], axes[1], 0)
-        return [bind_lookup(dataclasses.replace(spec, out_spec=of_rows), table, ids)], [0]
+        results = bind_lookup(dataclasses.replace(spec, out_spec=of_rows), table, ids)
+        return results, [0, None][: len(results)]
     tables, ids = rules.fold(leaves, axes)
     if (numbers := _folded(ids, tables.shape[1], tables)) is None:
         fallback.tell(spec.function, Rows(*leaves), _lookup_direction(spec), OF_EXAMPLES)
         # JAX sums the gradient in the dtype of what is gathered.
-        tables = tables.astype(wide_dtype([tables.dtype]))
-        return rules.at_front(jax.vmap(lambda *values: formula.lookup(spec, Rows(*values)))(tables, ids))
-    return [bind_lookup(spec, tables.reshape(-1, tables.shape[-1]), numbers)], [0]
+        wide = tables.astype(wide_dtype([tables.dtype]))
+        rows = jax.vmap(lambda *values: formula.lookup(spec, Rows(*values)))(wide, ids)
+        return rules.at_front([rows, tables] if spec.with_table else [rows])
+    rows, *folded = bind_lookup(spec, tables.reshape(-1, tables.shape[-1]), numbers)
+    return rules.at_front([rows, *(table.reshape(tables.shape) for table in folded)])
 
 
 def _folded(ids: jax.Array, length: Any, of_examples: jax.Array) -> jax.Array | None:
@@ -163,39 +171,47 @@ def _sum_formula(*leaves: Any, tree: Any, spec: SegmentSum) -> list[jax.Array]:
 def _sum_native(platform: str, ctx: Any, *leaves: Any, tree: Any, spec: SegmentSum) -> Sequence[Any]:
     sorts = platform == "cuda" and not spec.is_sorted
 
-    def taken(data: jax.Array, ids: jax.Array) -> list[jax.Array]:
+    def taken(data: jax.Array, ids: jax.Array, *onto: jax.Array) -> list[jax.Array]:
         """What a kernel takes: a matrix, whose rows are in order on a GPU."""
         rows, ids = data.reshape(ids.size, data.shape[-1]), ids.ravel()
         if not sorts:
-            return [rows, ids]
-        return [rows, *lax.sort((ids, lax.iota(jnp.int32, ids.size)), num_keys=1, is_stable=True)]
+            return [rows, ids, *onto]
+        return [rows, *lax.sort((ids, lax.iota(jnp.int32, ids.size)), num_keys=1, is_stable=True), *onto]
 
+    has_onto = len(leaves) == len(Positions._fields)
     ctx, values = lowering.replaced(taken, ctx, leaves)
     rows, columns = ctx.avals_in[0].shape
+    items = rows if has_onto else rows + spec.segments
     return ffi.call(
         platform,
         TARGET,
         ctx,
         values,
-        workspace=ffi.workspace(platform, TARGET, spec.out_dtype, rows + spec.segments, max(1, columns)),
-        attributes={"has_order": sorts, "segments": np.int64(spec.segments)},
+        workspace=ffi.workspace(platform, TARGET, spec.out_dtype, items, max(1, columns)),
+        attributes={"has_order": sorts, "segments": np.int64(spec.segments)} | ({"has_onto": True} if has_onto else {}),
+        aliases={len(values) - 1: 0} if has_onto else None,
     )
 
 
 def _sum_of_shard(*leaves: Any, tree: Any, spec: SegmentSum) -> list[jax.Array]:
     """Of a device's positions in the segments that it owns. Sums over devices are rounded once, too."""
-    data, ids = leaves
+    data, ids, *onto = leaves
     if spec.owned is not None:
         ids = jnp.clip(ids - spec.owned.index() * spec.segments, -1, spec.segments)
-    dtype = spec.out_dtype if spec.summed is None else np.dtype(np.float32)
-    part = bind_sum(dataclasses.replace(spec, shards=None, summed=None, owned=None, out_dtype=dtype), data, ids)
-    return [part if spec.summed is None else spec.summed.sum(part).astype(spec.out_dtype)]
+    own = dataclasses.replace(spec, shards=None, summed=None, owned=None)
+    if spec.summed is None:
+        return [bind_sum(own, data, ids, *onto)]
+    total = spec.summed.sum(bind_sum(dataclasses.replace(own, out_dtype=np.dtype(np.float32)), data, ids))
+    return [sum((array.astype(np.float32) for array in onto), start=total).astype(spec.out_dtype)]
 
 
 def _sum_maps(types: Any, *, spec: SegmentSum) -> CallMaps:
     """The axes are those of positions, that of segments and that of columns."""
     *positions, segments, columns = range(spec.positions + 2)
-    return CallMaps(columns + 1, [(*positions, columns), tuple(positions)], [(segments, columns)], [()], [None])
+    sums = (segments, columns)
+    _, _, *onto = jax.tree.leaves(types)
+    of_operands: list[DimMap] = [(*positions, columns), tuple(positions), *(sums for _ in onto)]
+    return CallMaps(columns + 1, of_operands, [sums], [()], [None])
 
 
 def _sum_on_device(spec: SegmentSum, placement: Placement) -> SegmentSum:
@@ -206,32 +222,39 @@ def _sum_on_device(spec: SegmentSum, placement: Placement) -> SegmentSum:
     )
 
 
-def _sum_transpose(cotangents: Any, data: Any, ids: Any, *, tree: Any, spec: SegmentSum) -> list[Any]:
+def _sum_transpose(cotangents: Any, data: Any, ids: Any, *onto: Any, tree: Any, spec: SegmentSum) -> list[Any]:
     (sums,) = cotangents
-    if type(sums) is ad.Zero or not ad.is_undefined_primal(data):
-        return [None, None]
+    if type(sums) is ad.Zero:
+        return [None] * (2 + len(onto))
+    of_onto = [sums if ad.is_undefined_primal(array) else None for array in onto]
+    if not ad.is_undefined_primal(data):
+        return [None, None, *of_onto]
     ways = {name: getattr(spec, name) for name in ("native_for", "formula_for")}
-    rows = Lookup(function=spec.function, out_dtype=np.dtype(data.aval.dtype), out_spec=_split(data.aval), **ways)
-    return [bind_lookup(rows, sums, ids), None]
+    spec_of_rows = Lookup(
+        function=spec.function, out_dtype=np.dtype(data.aval.dtype), out_spec=_split(data.aval), **ways
+    )
+    (rows,) = bind_lookup(spec_of_rows, sums, ids)
+    return [rows, None, *of_onto]
 
 
 def _sum_batch(leaves: Any, axes: Any, *, tree: Any, spec: SegmentSum) -> tuple[Any, Any]:
-    data, ids = rules.fold(leaves, axes)
+    data, ids, *onto = rules.fold(leaves, axes)
     if spec.out_spec is not None or (numbers := _folded(ids, spec.segments, data)) is None:
         fallback.tell(spec.function, Positions(*leaves), _sum_direction(spec), OF_EXAMPLES)
-        return rules.at_front(jax.vmap(lambda *values: formula.segment_sum(spec, Positions(*values)))(data, ids))
+        return rules.at_front(jax.vmap(lambda *values: formula.segment_sum(spec, Positions(*values)))(data, ids, *onto))
     size = data.shape[0]
     # What is in no sum of an example stands behind those of all examples.
     folded = dataclasses.replace(spec, segments=size * spec.segments, positions=spec.positions + 1, is_sorted=False)
-    return [bind_sum(folded, data, numbers).reshape(size, spec.segments, data.shape[-1])], [0]
+    sums = bind_sum(folded, data, numbers, *(array.reshape(-1, data.shape[-1]) for array in onto))
+    return [sums.reshape(size, spec.segments, data.shape[-1])], [0]
 
 
 def _sum_direction(spec: SegmentSum) -> str:
     return "backward" if spec.function == "embedding" else "forward"
 
 
-def _sum_described(data: Any, ids: Any, *, tree: Any, spec: SegmentSum) -> Described:
-    operands = Positions(data, ids)
+def _sum_described(*leaves: Any, tree: Any, spec: SegmentSum) -> Described:
+    operands = Positions(*leaves)
 
     def why(platform: str) -> str | None:
         return why_formula(platform, spec, operands)
@@ -239,27 +262,36 @@ def _sum_described(data: Any, ids: Any, *, tree: Any, spec: SegmentSum) -> Descr
     return Described(spec.function, operands, _sum_direction(spec), why, spec.native_for)
 
 
-def _of_tangent(spec: Any) -> Any:
-    """The spec of the same call of a tangent: both are linear, but for what fills the rows that no table has."""
-    return dataclasses.replace(spec, fill=0.0) if isinstance(spec, Lookup) else spec
+def _lookup_along(dots: Any, ids: Any, spec: Lookup) -> list[Any]:
+    """Linear, but for what fills the rows that no table has."""
+    (table,) = dots
+    return bind_lookup(dataclasses.replace(spec, fill=0.0), table, ids)
 
 
-def _primitive(name: str, abstract: Any, transpose: Any, batch: Any, describe: Any) -> Primitive:
+def _sum_along(dots: Any, ids: Any, spec: SegmentSum) -> list[Any]:
+    data, *onto = dots
+    if type(data) is ad.Zero:
+        return list(onto)
+    return [bind_sum(spec, data, ids, *(array for array in onto if type(array) is not ad.Zero))]
+
+
+def _primitive(name: str, abstract: Any, along: Any, transpose: Any, batch: Any, describe: Any) -> Primitive:
+    """ids are the second operand; it is linear in the others."""
     primitive = Primitive(name)
 
-    def along(tangent: Any, ids: Any, tree: Any, spec: Any) -> Any:
-        (result,) = rules.bind(primitive, jax.tree.unflatten(tree, (tangent, ids)), spec=_of_tangent(spec))
-        return result
-
     def jvp(primals: Any, dots: Any, *, tree: Any, spec: Any) -> tuple[Any, Any]:
-        (value,) = primitive.bind(*primals, tree=tree, spec=spec)
-        if type(dots[0]) is ad.Zero:
-            return [value], [ad.Zero(jax.typeof(value).to_tangent_aval())]
-        return [value], [along(dots[0], primals[1], tree, spec)]
+        results = primitive.bind(*primals, tree=tree, spec=spec)
+        variables = [dots[0], *dots[2:]]
+        if all(type(dot) is ad.Zero for dot in variables):
+            return results, [ad.Zero(jax.typeof(result).to_tangent_aval()) for result in results]
+        return results, along(variables, primals[1], spec)
 
     def of_terms(primals: Any, series: Any, *, tree: Any, spec: Any) -> tuple[Any, Any]:
-        terms = [along(term, primals[1], tree, spec) for term in series[0]]
-        return primitive.bind(*primals, tree=tree, spec=spec), [terms]
+        variables = [series[0], *series[2:]]
+        terms = [along(dots, primals[1], spec) for dots in zip(*variables, strict=True)]
+        return primitive.bind(*primals, tree=tree, spec=spec), [
+            list(of_result) for of_result in zip(*terms, strict=True)
+        ]
 
     primitive.multiple_results = True
     primitive.def_abstract_eval(abstract)
@@ -273,8 +305,10 @@ def _primitive(name: str, abstract: Any, transpose: Any, batch: Any, describe: A
     return primitive
 
 
-LOOKUP = _primitive("jaxnorm_lookup", _lookup_abstract, _lookup_transpose, _lookup_batch, _lookup_described)
-SUM = _primitive(TARGET, _sum_abstract, _sum_transpose, _sum_batch, _sum_described)
+LOOKUP = _primitive(
+    "jaxnorm_lookup", _lookup_abstract, _lookup_along, _lookup_transpose, _lookup_batch, _lookup_described
+)
+SUM = _primitive(TARGET, _sum_abstract, _sum_along, _sum_transpose, _sum_batch, _sum_described)
 lowering.register_formula(LOOKUP, _lookup_formula)
 partition.register(SUM, _sum_maps, is_product=True, on_device=_sum_on_device)
 lowering.register(SUM, _sum_formula, _sum_native, _sum_of_shard, _slower)

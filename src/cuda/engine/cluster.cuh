@@ -23,15 +23,16 @@ __device__ inline uint32_t shared_address(const void* shared) {
 }
 
 struct Cluster {
+  // A block of a grid without clusters is the only one of its own.
   __device__ static int rank() {
     uint32_t value = 0;
-    JAXNORM_SM90(asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(value)));
+    if constexpr (kHasClusters) JAXNORM_SM90(asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(value)));
     return value;
   }
 
   __device__ static int blocks() {
     uint32_t value = 1;
-    JAXNORM_SM90(asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(value)));
+    if constexpr (kHasClusters) JAXNORM_SM90(asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(value)));
     return value;
   }
 

@@ -2,7 +2,8 @@
 //
 //   sums[v] = sum of data[i] over the positions i with ids[i] = v, in f32, in an order that ids alone say; rounded once
 //
-// A position whose number is not in [0, segments) is in no sum.
+// A position whose number is not in [0, segments) is in no sum. Sums may be added to what is there, in f32 before the
+// rounding, too; a row without positions stays as it is then, and is not read.
 #pragma once
 
 #include "operands.h"
@@ -20,6 +21,7 @@ struct SegmentSum {
   const int32_t* ids;    // positions; on CUDA ascending
   const int32_t* order;  // the row of data that belongs to each of ids; may be absent: they are in order
   Output sums;           // segments * cols
+  bool is_added;         // to what sums holds
   Workspace workspace;
 };
 
@@ -34,7 +36,8 @@ namespace cuda {
 
 Outcome run(const SegmentSum& p, Stream stream);
 
-// The sums of segments that chunks share; a row is one of what chunks are made of, a position or a segment.
+// The sums of segments that chunks share; a row is one of what chunks are made of, a position or a segment. Where sums
+// are added it is a position.
 WorkspaceSize segment_sum_workspace(const WorkspaceQuery& query);
 
 }  // namespace cuda

@@ -18,7 +18,10 @@ inline SegmentSum read_segment_sum(Reader& in) {
   const int64_t segments = in.attribute<int64_t>("segments");
   in.require(segments >= 0 && segments <= kMostSegments, "segments is no length, or more than kernels count");
   p.segments = static_cast<int32_t>(segments);
+  p.is_added = in.later_flag("has_onto");
+  const Input onto = p.is_added ? in.operand("onto", {segments, p.cols}) : Input{};
   p.sums = in.result("sums", {segments, p.cols});
+  in.require(!p.is_added || (onto.data == p.sums.data && onto.dtype == p.sums.dtype), "onto has not the place of sums");
   p.workspace = in.workspace();
   return p;
 }

@@ -2,112 +2,22 @@
 // warp has neighbouring columns:
 //
 // 1. The maximum, and its column.
-// 2. The border of what is kept, if there is a top_k or a top_p.
+// 2. The border of what is kept, if there is a top_k or a top_p: see border.cuh.
 // 3. The sum of what is kept, warp by warp.
-// 4. The column at which u times the sum is passed, in the columns of the warp that says so.
-//
-// Filters keep the beginning of one order: by descending l, equals by ascending column. Where it ends is found by
-// histograms. The first one's bins are equal steps of log2(e), those of the next are equal steps of the bits of l,
-// within the bin in which the border is, until that has one l. Bins count columns and sum up by how much each e is less
-// than the bin's largest. They are integers, so that sums are the same in any order.
-#include <cfloat>
-
+// 4. The column at which u times the sum is passed: whose warp has it, which lane's columns of that, and which of
+// these.
 #include "cuda/engine/launch.cuh"
 #include "cuda/engine/unaligned.cuh"
 #include "ops/sample/call.h"
+#include "ops/sample/cuda/border.cuh"
 #include "ops/shared/cuda/logits.cuh"
 
-namespace jaxnorm::cuda {
+namespace jaxnorm::cuda::sampling {
 namespace {
 
-constexpr int kThreads = 512, kWarps = kThreads / kWarp;
-constexpr int kMostBlocks = 8, kFewVectors = 2 * kThreads;  // of a row; and vectors that need no further block
-constexpr int kFar = 4, kNear = 2;  // vectors that a thread has asked for at once: of memory; and of a cache
-constexpr int kLine = 8;            // vectors in a line of memory
-constexpr int kBinBits = 10, kBins = 1 << kBinBits, kThreadBins = kBins / kThreads;
-constexpr float kOctaves = 40, kBinOctaves = kOctaves / kBins;  // of log2(e) in the first histogram, and in a bin of it
-constexpr float kLeastOctaves = 127;                            // e of so many below the largest is 0
-constexpr float kMassOfUnit = 1 << 24;  // as an integer: the mass of 2^38 units is less than 2^63
-constexpr float kLog2E = 1.442695041f, kLn2 = 0.6931471806f;
-constexpr unsigned kAll = 0xffffffffu;
-
-// The place of an l among all numbers of its type.
-template <typename T>
-struct Key {
-  static constexpr int kUnused = sizeof(T) == 4 ? 0 : std::is_same_v<T, __half> ? 13 : 16;  // bits of a float
-  static constexpr uint32_t kLowest = 0x007fffffu >> kUnused;                               // that of -inf
-
-  __device__ static uint32_t of(float l) {
-    const uint32_t bits = __float_as_uint(l + 0.0f);  // zeros are equal
-    return (bits ^ (bits >> 31 ? kAll : 0x80000000u)) >> kUnused;
-  }
-
-  __device__ static float value(uint32_t key) {
-    key <<= kUnused;
-    return __uint_as_float(key >> 31 ? key ^ 0x80000000u : ~(key | ((1u << kUnused) - 1)));
-  }
-};
-
-// A number from 0 to 2^22 to the nearest integer, without a conversion, which is slow.
-__device__ uint32_t rounded(float value) { return __float_as_uint(value + 0x1p23f) - 0x4b000000u; }
-
-template <typename V>
-__device__ V warp_scan(V value) {
-#pragma unroll
-  for (int distance = 1; distance < kWarp; distance *= 2) {
-    const V before = __shfl_sync(kAll, value, max(lane() - distance, 0));
-    if (lane() >= distance) value += before;
-  }
-  return value;
-}
-
-// In all lanes.
-template <typename V>
-__device__ V warp_max(V value) {
-#pragma unroll
-  for (int distance = kWarp / 2; distance > 0; distance /= 2)
-    value = max(value, __shfl_xor_sync(kAll, value, distance));
-  return value;
-}
-
-// All threads of a row wait for each other.
-__device__ void meet() {
-  if (Cluster::blocks() > 1) {
-    Cluster::arrive();
-    Cluster::wait();
-  } else {
-    __syncthreads();
-  }
-}
-
-// Columns, and their e.
-struct Sums {
-  uint64_t mass;
-  uint32_t count;
-
-  __device__ Sums& operator+=(const Sums& more) { return mass += more.mass, count += more.count, *this; }
-  __device__ uint64_t by(bool mass_counts) const { return mass_counts ? mass : count; }
-};
-
-struct Histogram {
-  uint32_t count[kBins], loss[kBins];
-};
-
-// A thread's bins of a histogram, which are neighbours.
-struct Scan {
-  Sums before, own[kThreadBins], total;
-};
-
-struct Found {
-  uint32_t bin;
-  Sums before, own;
-};
-
-// What is kept: what is greater than l, and so many of what is equal.
-struct Border {
-  float l;
-  uint32_t equals;
-};
+constexpr int kFewVectors = 2 * kThreads;  // that need no further block
+constexpr int kFar = 4;                    // vectors that a thread has asked for at once, if memory has them
+constexpr int kLine = 8;                   // vectors in a line of memory
 
 // Of a warp's columns: the sum of e over what is greater than the border's l, and how many are equal.
 struct Part {
@@ -116,37 +26,9 @@ struct Part {
 };
 
 struct Shared {
-  Histogram own, first, later;  // of this block; and of the row
+  BorderShared border;
   uint64_t warp_best[kWarps], best[kMostBlocks];
   Part parts[kMostBlocks * kWarps];
-  Sums scan[kWarps];
-  Found found;
-  uint32_t keys[2];
-};
-
-// log2(e) of a row: differences of l are exact or rounded once, and overflow only where e is 0.
-struct Exponent {
-  float largest, power, top, factor;
-
-  __device__ Exponent(float largest, float temperature)
-      : largest(largest),
-        power(temperature >= 0x1p20f ? 0x1p-24f : 1.0f),
-        top(largest * power),
-        factor(fminf(kLog2E / (temperature * power), FLT_MAX)) {}
-
-  __device__ float distance(float l) const { return fmaf(l, power, -top); }
-  __device__ float log2_of(float l) const { return distance(l) * factor; }
-
-  // The place in the first histogram, in bins.
-  __device__ float place(float l) const { return fminf(log2_of(l) * (-1 / kBinOctaves), kBins - 1); }
-
-  // By how much e is less than the largest one of its bin, which begins half a one before that to which it is rounded.
-  __device__ float loss(float l) const {
-    const float place = this->place(l), nearest = (place + 0x1p23f) - 0x1p23f;
-    const float y = (place - nearest + 0.5f) * (kBinOctaves * kLn2);
-    return y * fmaf(-y, fmaf(-1 / 6.0f, y, 0.5f), 1.0f);  // 1 - exp(-y)
-  }
-  __device__ static float largest_of_bin(int bin) { return exp2f((0.5f - bin) * kBinOctaves); }
 };
 
 // The columns of one row that a warp has, in vectors.
@@ -235,167 +117,6 @@ __device__ uint64_t find_best(Shared& shared, const Columns& columns) {
   meet();
   return warp_max(lane() < Cluster::blocks() ? shared.best[lane()] : 0);
 }
-
-// Finds the border of what top_k and top_p keep. `units`: of the largest e of a bin, in which losses are counted.
-template <typename T, typename Columns>
-class Search {
- public:
-  __device__ Search(Shared& shared, const Columns& columns, const Exponent& exponent, float units, bool has_mass)
-      : shared_(shared), columns_(columns), exponent_(exponent), units_(units), has_mass_(has_mass) {}
-
-  __device__ Border find(uint32_t top_k, float top_p) {
-    count(shared_.first,
-          [&](float l) { return exponent_.log2_of(l) > -kLeastOctaves ? rounded(exponent_.place(l)) : kBins; });
-    Border border{-INFINITY, 0};
-    uint64_t mass = 0;  // of what is kept; 0: of all
-#pragma unroll 1
-    for (const bool by_mass : {false, true}) {
-      if (by_mass ? !has_mass_ : top_k == 0) continue;
-      const Scan scan = scan_of(shared_.first, exponent_.largest_of_bin);
-      if (mass == 0) mass = scan.total.mass;
-      if (!by_mass && top_k >= scan.total.count) continue;
-      const double of_mass = ceil(static_cast<double>(top_p) * static_cast<double>(mass));
-      const uint64_t target = by_mass ? min(max(static_cast<uint64_t>(of_mass), uint64_t{1}), mass) : top_k;
-      const Border next = find(locate(scan, by_mass, target), by_mass, target, mass);
-      border = {next.l, next.l == border.l ? min(next.equals, border.equals) : next.equals};
-    }
-    return border;
-  }
-
- private:
-  // The border, in this bin of the first histogram, at which the target is reached, and the mass of what is kept.
-  __device__ Border find(const Found& first, bool by_mass, uint64_t target, uint64_t& mass) {
-    const float largest = exponent_.largest_of_bin(first.bin);
-    if (threadIdx.x < 2 * kWarp) {
-      const uint32_t key = greatest_key(first.bin + 1 - threadIdx.x / kWarp);
-      if (lane() == 0) shared_.keys[threadIdx.x / kWarp] = key;
-    }
-    __syncthreads();
-    uint32_t low = shared_.keys[0] + 1, high = shared_.keys[1];
-    Sums before = first.before, own = first.own;
-    const auto is_whole = [&] { return by_mass ? own.count == 1 : before.count + own.count == target; };
-    while (low < high && !is_whole()) {
-      const int shift = max(0, 32 - kBinBits - __clz(high - low));
-      const float least = Key<T>::value(low), most = Key<T>::value(high);
-      count(shared_.later, [&](float l) { return l >= least && l <= most ? (high - Key<T>::of(l)) >> shift : kBins; });
-      const Found found =
-          locate(scan_of(shared_.later, [&](int) { return largest; }), by_mass, target - before.by(by_mass));
-      before += found.before, own = found.own;
-      high -= found.bin << shift;
-      low = max(low, high - ((1u << shift) - 1));
-    }
-    mass = before.mass + own.mass;
-    if (is_whole()) return {Key<T>::value(low), UINT_MAX};
-    const double of_each = static_cast<double>(own.mass) / static_cast<double>(own.count);
-    auto equals = static_cast<uint32_t>(target - before.count);
-    if (by_mass) {
-      const double reached = ceil(static_cast<double>(target - before.mass) / of_each);
-      equals = min(max(static_cast<uint32_t>(reached), 1u), own.count);
-    }
-    mass = before.mass + static_cast<uint64_t>(of_each * static_cast<double>(equals));
-    return {Key<T>::value(low), equals};
-  }
-
-  // The greatest key of what is in this bin of the first histogram or behind it, found by all lanes of a warp.
-  __device__ uint32_t greatest_key(uint32_t bin) const {
-    uint32_t low = Key<T>::kLowest, high = Key<T>::of(exponent_.largest) + 1;  // one of them; and one that is none
-    while (high - low > 1) {
-      const uint32_t step = (high - low + kWarp) / (kWarp + 1), at = low + (lane() + 1) * step;
-      const bool is_one = at < high && rounded(exponent_.place(Key<T>::value(at))) >= bin;
-      low += __popc(__ballot_sync(kAll, is_one)) * step;
-      high = min(high, low + step);
-    }
-    return low;
-  }
-
-  // The row's histogram, with bin_of(l) as bins; kBins is none.
-  template <typename F>
-  __device__ void count(Histogram& all, F bin_of) {
-    Histogram& own = shared_.own;
-#pragma unroll
-    for (int i = 0; i < kThreadBins; ++i)
-      own.count[i * kThreads + threadIdx.x] = own.loss[i * kThreads + threadIdx.x] = 0;
-    __syncthreads();
-    columns_.template for_each<kNear>([&](const auto& l, int) {
-      uint32_t bin[Columns::N], least = kBins;
-#pragma unroll
-      for (int i = 0; i < Columns::N; ++i) {
-        bin[i] = bin_of(l[i]);
-        least = min(least, bin[i]);
-        if (bin[i] < kBins) atomicAdd(own.count + bin[i], 1u);
-      }
-      if (!has_mass_ || least == kBins) return;
-#pragma unroll
-      for (int i = 0; i < Columns::N; ++i) {
-        // A loss of 0 in some bin takes less time than a branch.
-        const bool counts = bin[i] < kBins;
-        atomicAdd(own.loss + (counts ? bin[i] : lane()), rounded(exponent_.loss(l[i]) * (counts ? units_ : 0.0f)));
-      }
-    });
-    meet();
-    // Each block adds up some of the words, for all. There are always as many loads and stores, so that they are on
-    // their way at once.
-    const int blocks = Cluster::blocks(), words = (has_mass_ ? 2 : 1) * kBins / blocks;
-    for (int i = threadIdx.x; i < words; i += kThreads) {
-      const int word = Cluster::rank() * words + i;
-      uint32_t parts[kMostBlocks], sum = 0;
-#pragma unroll
-      for (int k = 0; k < kMostBlocks; ++k) parts[k] = remote(own.count, min(k, blocks - 1))[word];
-#pragma unroll
-      for (int k = 0; k < kMostBlocks; ++k) sum += k < blocks ? parts[k] : 0;
-#pragma unroll
-      for (int k = 0; k < kMostBlocks; ++k) remote(all.count, min(k, blocks - 1))[word] = sum;
-    }
-    meet();
-  }
-
-  // `largest(bin)`: the largest e of a bin.
-  template <typename F>
-  __device__ Scan scan_of(const Histogram& histogram, F largest) {
-    Scan scan;
-    Sums sums{};
-#pragma unroll
-    for (int i = 0; i < kThreadBins; ++i) {
-      const int bin = threadIdx.x * kThreadBins + i;
-      const uint32_t count = histogram.count[bin];
-      const double units = static_cast<double>(count) * units_ - (has_mass_ ? histogram.loss[bin] : 0);
-      scan.own[i] = {static_cast<uint64_t>(units * (largest(bin) * kMassOfUnit)), count};
-      sums += scan.own[i];
-    }
-    const Sums until = scan_warp(sums);
-    const int warp = threadIdx.x / kWarp;
-    if (lane() == kWarp - 1) shared_.scan[warp] = until;
-    __syncthreads();
-    const Sums of_warp = lane() < kWarps ? shared_.scan[lane()] : Sums{}, warps = scan_warp(of_warp);
-    scan.before = {until.mass - sums.mass + __shfl_sync(kAll, warps.mass - of_warp.mass, warp),
-                   until.count - sums.count + __shfl_sync(kAll, warps.count - of_warp.count, warp)};
-    scan.total = {__shfl_sync(kAll, warps.mass, kWarp - 1), __shfl_sync(kAll, warps.count, kWarp - 1)};
-    return scan;
-  }
-
-  __device__ static Sums scan_warp(const Sums& sums) { return {warp_scan(sums.mass), warp_scan(sums.count)}; }
-
-  // The bin with which the target is reached.
-  __device__ Found locate(const Scan& scan, bool by_mass, uint64_t target) {
-    __syncthreads();  // all have the one found last
-    Sums before = scan.before;
-#pragma unroll
-    for (int i = 0; i < kThreadBins; ++i) {
-      const Sums& own = scan.own[i];
-      if (before.by(by_mass) < target && target - before.by(by_mass) <= own.by(by_mass))
-        shared_.found = {threadIdx.x * kThreadBins + i, before, own};
-      before += own;
-    }
-    __syncthreads();
-    return shared_.found;
-  }
-
-  Shared& shared_;
-  const Columns& columns_;
-  const Exponent& exponent_;
-  const float units_;
-  const bool has_mass_;
-};
 
 // A column, and the sum of e over all that are kept; -1 in the warps of a row that do not have it.
 struct Drawn {
@@ -520,8 +241,10 @@ __global__ void __launch_bounds__(kThreads, 2) sample_kernel(Sample p, MaskLaunc
   Border border{-INFINITY, 0};
   const bool has_top_k = top_k > 0 && top_k < p.cols, has_top_p = top_p < 1;
   if (has_top_k || has_top_p)
-    border = Search<T, Columns>(shared, columns, exponent, units, has_top_p).find(has_top_k ? top_k : 0, top_p);
-  const Drawn drawn = Draw<Columns>(columns, exponent, border, log2f(min_p)).draw(shared, uniform);
+    border = Search<T, Columns>(shared.border, columns, exponent, units, has_top_p).find(has_top_k ? top_k : 0, top_p);
+  // An e that rounds to 1 is 1.
+  const float least = log2f(min_p) - 0x1p-24f;
+  const Drawn drawn = Draw<Columns>(columns, exponent, border, least).draw(shared, uniform);
   if (drawn.col < 0 || lane() > 0) return;
   p.ids[index] = drawn.col;
   p.log_probs[index] = exponent.distance(columns.at(drawn.col)) / (temperature * exponent.power) - logf(drawn.sum);
@@ -544,11 +267,15 @@ cudaError_t launch(const Sample& p, cudaStream_t stream) {
 }
 
 }  // namespace
+}  // namespace jaxnorm::cuda::sampling
+
+namespace jaxnorm::cuda {
 
 Outcome run(const Sample& p, Stream stream) {
   if (p.rows == 0) return {cudaSuccess};
-  if (p.logits.dtype == Dtype::f32) return {launch<float>(p, stream)};
-  return {p.logits.dtype == Dtype::f16 ? launch<__half>(p, stream) : launch<__nv_bfloat16>(p, stream)};
+  if (p.logits.dtype == Dtype::f32) return {sampling::launch<float>(p, stream)};
+  return {p.logits.dtype == Dtype::f16 ? sampling::launch<__half>(p, stream)
+                                       : sampling::launch<__nv_bfloat16>(p, stream)};
 }
 
 }  // namespace jaxnorm::cuda

@@ -29,7 +29,7 @@ namespace {
 // K vectors of columns of one segment, whose positions are [first, last).
 template <int K, class X, class Y, class Extent>
 [[gnu::always_inline]] inline void sum_columns(const X* data, int64_t stride, const int32_t* positions, int64_t first,
-                                               int64_t last, Y* sums, Extent extent) {
+                                               int64_t last, Y* sums, bool is_added, Extent extent) {
   Vec total[K] = {};
   for (int64_t at = first; at < last;) {
     const int64_t stop = last - at < kSumRows ? last : at + kSumRows;
@@ -40,7 +40,7 @@ template <int K, class X, class Y, class Extent>
     }
     for (int k = 0; k < K; ++k) total[k] += part[k];
   }
-  for (int k = 0; k < K; ++k) store(sums + k * W, total[k], extent);
+  for (int k = 0; k < K; ++k) store(sums + k * W, is_added ? load(sums + k * W, extent) + total[k] : total[k], extent);
 }
 
 void sum(const SegmentSum& p, Segments segments, int64_t begin, int64_t end, int64_t first_col, int64_t cols) {
@@ -52,12 +52,13 @@ void sum(const SegmentSum& p, Segments segments, int64_t begin, int64_t end, int
       const X* const data = static_cast<const X*>(p.data.data) + first_col;
       for (int64_t segment = begin; segment < end; ++segment) {
         const int64_t first = segments.starts[segment], last = segments.starts[segment + 1];
+        if (p.is_added && first == last) continue;
         Y* const sums = static_cast<Y*>(p.sums.data) + segment * p.cols + first_col;
         int64_t col = 0;
         for (; col + K * W <= cols; col += K * W)
-          sum_columns<K>(data + col, p.cols, segments.positions, first, last, sums + col, Whole{});
+          sum_columns<K>(data + col, p.cols, segments.positions, first, last, sums + col, p.is_added, Whole{});
         for_each_vector(cols - col, [&](int64_t i, auto extent) {
-          sum_columns<1>(data + col + i, p.cols, segments.positions, first, last, sums + col + i, extent);
+          sum_columns<1>(data + col + i, p.cols, segments.positions, first, last, sums + col + i, p.is_added, extent);
         });
       }
     });
@@ -72,7 +73,7 @@ const SegmentSumKernels SegmentSumKernels::JAXNORM_ISA = {cpu::sum};
 void run(const SegmentSum& p, const ParallelFor& parallel_for) {
   const int64_t segments = p.segments;
   if (segments * p.cols == 0) return;
-  expect_writes(p.sums, segments * p.cols);
+  if (!p.is_added) expect_writes(p.sums, segments * p.cols);
   // A counting sort: first how many positions each segment has, then where its own begin.
   const std::unique_ptr<int32_t[]> starts(new int32_t[segments + 2]()), positions(new int32_t[p.positions + 1]);
   const auto counts = [&](int64_t i) { return p.ids[i] >= 0 && p.ids[i] < segments; };

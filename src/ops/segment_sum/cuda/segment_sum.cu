@@ -2,8 +2,9 @@
 //
 // Positions and segments are merged to one list, in which a segment stands behind its positions: a position is read and
 // added, a segment is written. Chunks of this list are equally long whatever the ids are, so that a segment without
-// positions and one with most of them cost what they read and write. A chunk goes on to the end of its last segment
-// where that is near; a longer one is shared by chunks, and added up by a second kernel, in their order.
+// positions and one with most of them cost what they read and write. Of sums that are added to what is there the list
+// has positions alone. A chunk goes on to the end of its last segment where that is near; a longer one is shared by
+// chunks, and added up by a second kernel, in their order.
 #include <climits>
 
 #include "cuda/engine/launch.cuh"
@@ -17,7 +18,7 @@ constexpr int kNear = kChunk / 2;           // how many positions beyond its ite
 constexpr int kAhead = 4;                   // how many rows a thread has asked for at once
 // Of the second kernel: the warps of a block; how many chunks it looks at, and at most; how many of a segment one warp
 // adds up, and how many it has asked for at once; and how many blocks run at once, since most find nothing to do.
-constexpr int kMergeWarps = 16, kLooks = 32, kMostLooks = 128, kFewChunks = 16, kTailsAhead = 8, kMergeBlocks = 384;
+constexpr int kMergeWarps = 16, kLooks = 16, kMostLooks = 128, kFewChunks = 16, kTailsAhead = 8, kMergeBlocks = 768;
 
 // A place in the list: so many positions and segments stand before it.
 struct Place {
@@ -25,23 +26,28 @@ struct Place {
 
   // Whether positions of its segment stand before it.
   __device__ bool divides(const SegmentSum& p) const {
-    return segment < p.segments && position > 0 && __ldg(p.ids + position - 1) == segment;
+    return segment >= 0 && segment < p.segments && position > 0 && __ldg(p.ids + position - 1) == segment;
   }
 };
 
+// What the second kernel knows of a chunk: the segment at its beginning, and the chunk in which that one begins.
+struct Start {
+  int chunk, segment;
+};
+
 // The chunks of a call, each with room for two rows: what it has of the segment that it begins with and does not begin,
-// and of the one that it does not end. `places` is where they begin.
+// and of the one that it does not end.
 struct Chunks {
   int64_t items;
   int count;
   float* rows;
-  Place* places;
+  Start* starts;
 
   Chunks(const SegmentSum& p)
-      : items(int64_t{p.positions} + p.segments),
+      : items(int64_t{p.positions} + (p.is_added ? 0 : p.segments)),
         count(static_cast<int>((items + kChunk - 1) / kChunk)),
         rows(p.workspace.data),
-        places(reinterpret_cast<Place*>(rows + 2 * count * p.cols)) {}
+        starts(reinterpret_cast<Start*>(rows + 2 * count * p.cols)) {}
 
   __device__ float* head(const SegmentSum& p, int chunk) const { return rows + 2 * chunk * p.cols; }
   __device__ float* tail(const SegmentSum& p, int chunk) const { return rows + (2 * chunk + 1) * p.cols; }
@@ -68,33 +74,56 @@ struct Chunks {
     return low;
   }
 
+  // The segment of a position: -1 before all, and behind the last position that behind all.
+  __device__ static int segment_of(const SegmentSum& p, int position) {
+    return position < p.positions ? min(max(__ldg(p.ids + position), -1), p.segments) : p.segments;
+  }
+
   // Where a chunk begins: asked by one thread, or by a warp. Of ids that are not sorted it is some place in the list.
   template <int LANES>
   __device__ Place place(const SegmentSum& p, int chunk) const {
     const int64_t item = min(int64_t{chunk} * kChunk, items);
-    const int position = search<LANES>(
-        static_cast<int>(max(int64_t{0}, item - p.segments)), static_cast<int>(min(item, int64_t{p.positions})),
-        [&](int at) { return int64_t{at} + min(max(__ldg(p.ids + at), 0), p.segments) < item; });
-    const int segment = static_cast<int>(item - position), near = min(position + kNear, p.positions);
+    const int position = p.is_added
+                             ? static_cast<int>(item)
+                             : search<LANES>(static_cast<int>(max(int64_t{0}, item - p.segments)),
+                                             static_cast<int>(min(item, int64_t{p.positions})),
+                                             [&](int at) { return int64_t{at} + max(segment_of(p, at), 0) < item; });
+    const int segment = p.is_added ? segment_of(p, position) : static_cast<int>(item - position);
+    const int near = min(position + kNear, p.positions);
     const Place exact{position, segment};
     if (!exact.divides(p) || (near < p.positions && __ldg(p.ids + near) == segment)) return exact;
-    return {search<LANES>(position, near, [&](int at) { return __ldg(p.ids + at) == segment; }), segment + 1};
+    const int end = search<LANES>(position, near, [&](int at) { return __ldg(p.ids + at) == segment; });
+    return {end, p.is_added ? segment_of(p, end) : segment + 1};
   }
 
-  // The chunk in which the segment began that ends in this one, which does not begin it: this one where there is none.
+  // The start of a chunk that begins at this place.
+  template <int LANES>
+  __device__ Start start(const SegmentSum& p, int chunk, Place place) const {
+    if (!place.divides(p)) return {chunk, place.segment};
+    const int first = search<LANES>(0, place.position, [&](int at) { return __ldg(p.ids + at) < place.segment; });
+    return {static_cast<int>((int64_t{first} + (p.is_added ? 0 : place.segment)) / kChunk), place.segment};
+  }
+
+  // The chunk in which the segment begins that ends in this one: this one where there is none but its own.
   __device__ int begin_of(const SegmentSum& p, int chunk) const {
-    if (chunk == 0 || chunk >= count) return chunk;
-    const Place own = places[chunk];
-    const int end = chunk + 1 < count ? places[chunk + 1].segment : p.segments;
-    if (end <= own.segment || !own.divides(p)) return chunk;
-    const auto is_before = [&](int at) {
-      const Place next = places[at + 1];
-      return next.segment < own.segment || (next.segment == own.segment && !next.divides(p));
-    };
-    // Most are one chunk long.
-    return chunk == 1 || is_before(chunk - 2) ? chunk - 1 : search<1>(0, chunk - 2, is_before);
+    if (chunk >= count) return chunk;
+    const int end = chunk + 1 < count ? starts[chunk + 1].segment : p.segments;
+    return end > starts[chunk].segment ? starts[chunk].chunk : chunk;
   }
 };
+
+// Writes the sum of a segment, of N neighbouring columns, or adds it to what is there.
+template <int N>
+__device__ void store_sum(const SegmentSum& p, int segment, int64_t col, float (&sum)[N]) {
+  if (segment < 0) return;
+  if (p.is_added) {
+    float onto[N];
+    load_floats<true>({p.sums.data, p.sums.dtype}, segment * p.cols + col, N, onto);
+#pragma unroll
+    for (int k = 0; k < N; ++k) sum[k] = onto[k] + sum[k];
+  }
+  store_floats(p.sums, segment * p.cols + col, sum);
+}
 
 // A thread has N neighbouring columns of a chunk.
 template <typename T, int N>
@@ -104,36 +133,43 @@ __global__ void __launch_bounds__(kThreads) segment_sum_kernel(SegmentSum p, Chu
   const int block = static_cast<int>(first_thread / vectors);  // the first chunk of this block
   const int at = static_cast<int>((first_thread + threadIdx.x) / vectors);
   const int64_t col = (first_thread + threadIdx.x) % vectors * N;
-  // Where the chunks of the block begin, and the last one ends.
+  // Where the chunks of the block begin, and the last one ends. That of two blocks has the same start from both.
   const int last = static_cast<int>((first_thread + kThreads - 1) / vectors) + 1;
   const int count = last - block + 1, warp = threadIdx.x / kWarp;
-  if (count <= kThreads / kWarp) {
-    if (warp < count) {
-      const Place place = chunks.place<kWarp>(p, block + warp);
-      if (threadIdx.x % kWarp == 0) places[warp] = place;
-    }
+  const auto begin_at = [&](auto lanes, int i) {
+    constexpr int LANES = decltype(lanes)::value;
+    const Place place = chunks.place<LANES>(p, block + i);
+    const Start start = chunks.start<LANES>(p, block + i, place);
+    if (threadIdx.x % LANES != 0) return;
+    places[i] = place;
+    if (block + i < chunks.count) chunks.starts[block + i] = start;
+  };
+  if (count <= 2 * kThreads / kWarp) {
+    for (int i = warp; i < count; i += kThreads / kWarp) begin_at(std::integral_constant<int, kWarp>{}, i);
   } else {
-    for (int i = threadIdx.x; i < count; i += kThreads) places[i] = chunks.place<1>(p, block + i);
+    for (int i = threadIdx.x; i < count; i += kThreads) begin_at(std::integral_constant<int, 1>{}, i);
   }
   __syncthreads();
   if (at >= chunks.count) return;
   const Place begin = places[at - block], end{max(begin.position, places[at - block + 1].position),
                                               max(begin.segment, places[at - block + 1].segment)};
-  if (col == 0) chunks.places[at] = begin;
 
   bool continues = begin.divides(p);
   int segment = begin.segment;
   float sum[N] = {};
-  const auto end_segment = [&] {
-    if (continues) {
-      store<true>(chunks.head(p, at) + col, pack<float>(sum), N);
-    } else {
-      store_floats(p.sums, segment * p.cols + col, sum);
-    }
-    continues = false;
-    ++segment;
+  // Ends the segment and, unless sums are added, those without positions between it and `next`.
+  const auto go_to = [&](int next) {
+    while (segment < next) {
+      if (continues) {
+        store<true>(chunks.head(p, at) + col, pack<float>(sum), N);
+      } else {
+        store_sum(p, segment, col, sum);
+      }
+      continues = false;
+      segment = p.is_added ? next : segment + 1;
 #pragma unroll
-    for (float& value : sum) value = 0;
+      for (float& value : sum) value = 0;
+    }
   };
   for (int first = begin.position; first < end.position; first += kAhead) {
     Packed<T, N> rows[kAhead];
@@ -148,15 +184,25 @@ __global__ void __launch_bounds__(kThreads) segment_sum_kernel(SegmentSum p, Chu
     }
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
-      for (const int id = min(ids[i], end.segment); segment < id;) end_segment();
+      go_to(min(ids[i], end.segment));
       float row[N];
       unpack(rows[i], row);
 #pragma unroll
       for (int k = 0; k < N; ++k) sum[k] += row[k];
     }
   }
-  while (segment < end.segment) end_segment();
+  go_to(end.segment);
   if (end.position > begin.position && end.divides(p)) store<true>(chunks.tail(p, at) + col, pack<float>(sum), N);
+}
+
+// N floats, at this place among other such loads.
+template <int N>
+__device__ void load_tail(const float* from, float (&to)[N]) {
+  if constexpr (N == 1) {
+    cuda::load_now(reinterpret_cast<uint32_t&>(to[0]), reinterpret_cast<const uint32_t*>(from));
+  } else {
+    unpack(cuda::load_now<N>(from, N), to);
+  }
 }
 
 // What chunks [begin, end) have of a segment, every `step`-th of them.
@@ -164,19 +210,13 @@ template <int N>
 __device__ void add_tails(const SegmentSum& p, const Chunks& chunks, int begin, int end, int step, int64_t col,
                           float (&sum)[N]) {
   for (int at = begin; at < end; at += kTailsAhead * step) {
-    Packed<float, N> tails[kTailsAhead];
+    float tails[kTailsAhead][N];
 #pragma unroll
-    for (int i = 0; i < kTailsAhead; ++i) {
-      const int chunk = at + i * step;
-      tails[i] = load<true, N>(chunks.tail(p, min(chunk, end - 1)) + col, chunk < end ? N : 0);
-    }
+    for (int i = 0; i < kTailsAhead; ++i) load_tail(chunks.tail(p, min(at + i * step, end - 1)) + col, tails[i]);
 #pragma unroll
-    for (int i = 0; i < kTailsAhead; ++i) {
-      float tail[N];
-      unpack(tails[i], tail);
+    for (int i = 0; i < kTailsAhead; ++i)
 #pragma unroll
-      for (int k = 0; k < N; ++k) sum[k] += tail[k];
-    }
+      for (int k = 0; k < N; ++k) sum[k] += at + i * step < end ? tails[i][k] : 0.0f;
   }
 }
 
@@ -202,7 +242,7 @@ __global__ void __launch_bounds__(kMergeWarps* kWarp) segment_merge_kernel(Segme
       unpack(packed, last);
 #pragma unroll
       for (int k = 0; k < N; ++k) last[k] = sum[k] + last[k];
-      if (there) store_floats(p.sums, chunks.places[at].segment * p.cols + col, last);
+      if (there) store_sum(p, chunks.starts[at].segment, col, last);
     };
     for (int i = warp; i < looks; i += kMergeWarps) {
       const int at = block + i;
@@ -260,7 +300,7 @@ WorkspaceSize segment_sum_workspace(const WorkspaceQuery& query) {
 
 Outcome run(const SegmentSum& p, Stream stream) {
   const Chunks chunks(p);
-  if (p.segments == 0 || p.cols == 0) return {cudaSuccess};
+  if (p.segments == 0 || p.cols == 0 || chunks.count == 0) return {cudaSuccess};
   if (p.workspace.floats < chunks.count * (2 * p.cols + 2)) return {cudaErrorMemoryAllocation};
   if (p.data.dtype == Dtype::f32) return {launch<float>(p, chunks, stream)};
   return {p.data.dtype == Dtype::f16 ? launch<__half>(p, chunks, stream) : launch<__nv_bfloat16>(p, chunks, stream)};
