@@ -61,7 +61,6 @@ SAMPLE = Family(
                 arguments=_arguments,
                 out_dtypes=(np.dtype(np.int32),),
                 last_axis_only=True,
-                by_xla=("backward", "ids have no derivative, and that of log-probabilities is XLA's"),
             ),
         ),
     )
