@@ -136,7 +136,7 @@ def test_rows_with_settings_of_their_own(cols, dtype, implementation):
 
 
 @pytest.mark.on_emulator
-@cover(cols=[1, 40, 3000], dtype=DTYPES, temperature=[0, "array"], implementation=IMPLEMENTATIONS)
+@cover(cols=[1, 40, 3000], dtype=DTYPES, temperature=[0, "array"], implementation=(*IMPLEMENTATIONS, None))
 def test_the_largest_at_temperature_0(cols, dtype, temperature, implementation):
     logits = jnp.round(draw("rows", (6, cols), dtype)).at[0].set(-0.0).at[0, -1].set(0.0).at[1].set(-6e4)
     given = {"temperature": np.zeros(6, "float32") if temperature else 0, "top_p": 0.1, "top_k": 3, "min_p": 0.5}

@@ -88,10 +88,10 @@ def sample(
     logits = checks.check_x(name, logits, "logits")
     wide = dims.wide_dtype([logits.dtype])
     settings = _Settings(temperature, top_k, top_p, min_p).of_rows(logits, wide)
-    is_drawn = not _is_number(temperature) or temperature != 0
-    uniform = _uniform(logits, wide, key, uniform, is_drawn=is_drawn)
+    is_greedy = _is_number(temperature) and temperature == 0
+    uniform = _uniform(logits, wide, key, uniform, is_drawn=not is_greedy)
     operands = Operands(logits, uniform, *settings, _where(where, logits))
-    spec = Sample(compute_dtype=wide, out_dtype=wide, **choice.asks(name))
+    spec = Sample(compute_dtype=wide, out_dtype=wide, is_greedy=is_greedy, **choice.asks(name))
     # What is drawn has no derivative, and needs none traced.
     results: Results = SAMPLE(spec, jax.tree.map(lax.stop_gradient, operands), choice.implementation)
     ids = lax.squeeze(results.ids, (logits.ndim - 1,))
