@@ -331,8 +331,9 @@ def test_numbers_of_other_dtypes():
         np.testing.assert_array_equal(of(logits, uniform=0.999, top_k=k), any_one)
     np.testing.assert_array_equal(of(logits, uniform=0.999, top_k=np.array(-(2**40))), -1)
     np.testing.assert_array_equal(of(logits, uniform=0.999, top_k=np.array(1, "uint8")), largest)
-    for uniform, id in ((np.nextafter(1.0, 0), of(logits, uniform=BELOW_1)), (1.0, -1)):
-        np.testing.assert_array_equal(of(logits, uniform=np.full(3, uniform)), id)
+    just_below, last = float(np.nextafter(1.0, 0)), of(logits, uniform=BELOW_1)
+    for uniform, id in ((just_below, last), (np.full(3, just_below), last), (np.ones(3), -1)):
+        np.testing.assert_array_equal(of(logits, uniform=uniform), id)
 
 
 def test_float64_and_rows_of_nothing():

@@ -141,7 +141,8 @@ def _of_rows(name: str, value: Any, logits: jax.Array, dtype: np.dtype[Any]) -> 
     """A number, or an array that broadcasts to the leading axes of logits, with logits' rank; None for None."""
     if value is None:
         return None
-    given: Any = value if isinstance(value, (np.ndarray, jax.Array)) else jnp.asarray(value)
+    given: Any = np.asarray(value) if _is_number(value) else value
+    given = given if isinstance(given, (np.ndarray, jax.Array)) else jnp.asarray(given)
     kinds = (jnp.integer,) if dtype == np.int32 else (jnp.floating, jnp.integer)
     if not any(jnp.issubdtype(given.dtype, kind) for kind in kinds):
         what = "integers" if dtype == np.int32 else "numbers"
