@@ -76,7 +76,7 @@ def alone(args):
             for mode, options in MODES.items():
                 ours, theirs = (
                     measure(jax.jit(functools.partial(function, **options))).seconds
-                    for function in (functools.partial(jaxnorm.sample, implementation="native"), by_jax)
+                    for function in (jaxnorm.sample, by_jax)
                 )
                 yield {
                     "mode": mode,
@@ -109,8 +109,7 @@ def in_loops(args):
         spec = replace(spec, batch=sequences)
         state = models.full_cache(spec)
         loops = {
-            name: jax.jit(models.decode_loop(spec, "xla", tokens, chooser(name)), donate_argnums=0)
-            for name in LOOPS
+            name: jax.jit(models.decode_loop(spec, "xla", tokens, chooser(name)), donate_argnums=0) for name in LOOPS
         }
         times, _ = timing.in_turns(loops, state, (params,), args.turns, 1)
         of_a_token = {name: [seconds / tokens for seconds in taken] for name, taken in times.items()}

@@ -119,6 +119,12 @@ the numbers of all devices' segments on each: ops/embedding/op.py: ops/embedding
 parts of sums in a half type: ops/embedding/op.py: ops/embedding.py -k parts_of_devices
 -dataclasses.replace(own, out_dtype=np.dtype(np.float32))
 +own
+a top_p of 0 that keeps nothing: ops/sample/formula.py: ops/sample.py -k 'settings_of_their_own and xla'
+-jnp.maximum(1, jnp.sum(
++jnp.maximum(0, jnp.sum(
+a top_k that wraps: ops/sample/api.py: ops/sample.py -k numbers_of_other_dtypes
+-of.clip(array, max(-_MOST, int(info.min)), min(_MOST, int(info.max)))
++array
 """)
 IN_KERNELS = faults("""\
 an index by columns for rows: ops/float8_linear/cuda/transpose.cu: ops/float8_linear_native.py -k test_bytes
@@ -178,6 +184,9 @@ parts of a long segment before they are there: ops/segment_sum/cuda/segment_sum.
 -      if (warp == 0)
 +sum);
 +      if (warp == 0)
+all of equals at the border: ops/sample/cuda/sample.cu: ops/sample.py -k 'what_is_kept and equal'
+-min(part.equals, left_of(equals_until - part.equals))
++part.equals
 scales of a head by columns: ops/norm/cuda/add.cu: laws/test_bits.py -k 'fused and scaled'
 -rows.of_row(row) * cols.value
 +rows.of_row(column) * cols.value

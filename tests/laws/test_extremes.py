@@ -296,6 +296,7 @@ def test_no_alarm_by_the_table(op, implementation, how):
 X, KERNEL, LABELS = draw_x((4, 6, 32)), draw("kernel", (32, 48)), jnp.zeros((4, 6), int)
 LOSS = jaxnorm.softmax_cross_entropy_with_integer_labels
 LINEAR_LOSS = partial(jaxnorm.linear_cross_entropy, kernel=KERNEL, labels=LABELS)
+FILTERS = {"uniform": 0.5, "temperature": jnp.arange(6.0), "top_k": 9, "top_p": 0.9, "min_p": 0.01}
 OTHERS = {
     "softmax, axis 0": partial(jaxnorm.softmax, axis=0),
     "softmax, axes": partial(jaxnorm.softmax, axis=(0, 1)),
@@ -308,6 +309,7 @@ OTHERS = {
     "linear loss, none": partial(LINEAR_LOSS, reduction="none", ignore_index=0),
     "float8_linear": partial(jaxnorm.float8_linear, kernel=KERNEL),
     "embedding": lambda x, **how: jaxnorm.embedding(x[0], LABELS, dtype="bfloat16", **how),
+    "sample": lambda x, **how: jaxnorm.sample(x, **FILTERS, return_log_prob=True, **how)[1],
     "segment_sum": partial(jaxnorm.segment_sum, segment_ids=jnp.array([2, 0, 7, -1]), num_segments=3),
 }
 

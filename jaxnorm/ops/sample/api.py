@@ -88,8 +88,10 @@ def sample(
     logits = checks.check_x(name, logits, "logits")
     wide = dims.wide_dtype([logits.dtype])
     settings = _Settings(temperature, top_k, top_p, min_p).of_rows(logits, wide)
-    operands = Operands(logits, _uniform(logits, wide, key, uniform), *settings, _where(where, logits))
-    spec = Sample(compute_dtype=wide, out_dtype=wide, **choice.asks(name))
+    is_greedy = _is_number(temperature) and temperature == 0
+    uniform = _uniform(logits, wide, key, uniform, is_drawn=not is_greedy)
+    operands = Operands(logits, uniform, *settings, _where(where, logits))
+    spec = Sample(compute_dtype=wide, out_dtype=wide, is_greedy=is_greedy, **choice.asks(name))
     # What is drawn has no derivative, and needs none traced.
     results: Results = SAMPLE(spec, jax.tree.map(lax.stop_gradient, operands), choice.implementation)
     ids = lax.squeeze(results.ids, (logits.ndim - 1,))
@@ -139,7 +141,8 @@ def _of_rows(name: str, value: Any, logits: jax.Array, dtype: np.dtype[Any]) -> 
     """A number, or an array that broadcasts to the leading axes of logits, with logits' rank; None for None."""
     if value is None:
         return None
-    given: Any = value if isinstance(value, (np.ndarray, jax.Array)) else jnp.asarray(value)
+    given: Any = np.asarray(value) if _is_number(value) else value
+    given = given if isinstance(given, (np.ndarray, jax.Array)) else jnp.asarray(given)
     kinds = (jnp.integer,) if dtype == np.int32 else (jnp.floating, jnp.integer)
     if not any(jnp.issubdtype(given.dtype, kind) for kind in kinds):
         what = "integers" if dtype == np.int32 else "numbers"
@@ -171,16 +174,16 @@ def _narrowed(array: Any, dtype: np.dtype[Any]) -> Any:
     return of.where(array < 1, of.minimum(array.astype(dtype), below_1), array.astype(dtype))
 
 
-def _uniform(logits: jax.Array, wide: np.dtype[Any], key: Any, uniform: Any) -> jax.Array:
-    """The uniform numbers, given or drawn, with logits' rank."""
+def _uniform(logits: jax.Array, wide: np.dtype[Any], key: Any, uniform: Any, *, is_drawn: bool) -> jax.Array:
+    """The uniform numbers, given or drawn, with logits' rank; zeros where nothing is drawn."""
     if (key is None) is (uniform is None):
         raise ValueError(
             f"sample: {'neither of key and uniform' if key is None else 'both key and uniform'} came, expected one of "
             "them, also where temperature is 0; pass key=jax.random.key(seed), or uniform=... in its place."
         )
     if uniform is None:
-        rows = logits.shape[:-1]
-        uniform = jax.random.uniform(_check_key(key), rows, wide)
+        key, rows = _check_key(key), logits.shape[:-1]
+        uniform = jax.random.uniform(key, rows, wide) if is_drawn else 0.0
     elif _is_number(uniform):
         uniform = checks.check_number("sample", "uniform", uniform)
         if not 0 <= uniform < 1:
@@ -212,7 +215,6 @@ def _where(value: Any, logits: jax.Array) -> jax.Array | None:
     where = check_booleans("sample", value)
     if not weights.are_batch_dims(where.shape, logits.shape):
         raise does_not_broadcast("sample", where, logits, "that of logits")
+    where = fitted("sample", where, logits, (-1,))
     shape = (*where.shape[:-1], logits.shape[-1])
-    if where.shape != shape:
-        where = jnp.broadcast_to(where, shape)
-    return fitted("sample", where, logits, (-1,))
+    return where if where.shape == shape else dims.broadcast(where, shape, jax.typeof(logits), broadcast.dim_map(shape))

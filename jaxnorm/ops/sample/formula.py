@@ -33,6 +33,8 @@ INVALID = -1  # the id of a row from which nothing is drawn
 class Sample(RowSpec):
     """What is static about one draw."""
 
+    is_greedy: bool = False  # the temperature of all rows is 0
+
 
 class Operands(NamedTuple):
     logits: jax.Array
@@ -64,9 +66,8 @@ class _Kept(NamedTuple):
 
     @classmethod
     def of(cls, spec: Sample, operands: Operands) -> "_Kept":
-        logits, _, temperature, top_k, top_p, min_p, where = operands
-        where = where if where is None else dims.unsharded(where, -1)
-        z = only(where, dims.unsharded(logits, -1).astype(spec.compute_dtype), -jnp.inf)
+        _, _, temperature, top_k, top_p, min_p, _ = operands
+        z = _counted(spec, operands)
         numbers, top = columns(spec, z), jnp.max(z, -1, keepdims=True)
         is_row = jnp.isfinite(top) & ~jnp.any(jnp.isnan(z), -1, keepdims=True)
         first = _least(z == top, numbers)
@@ -79,6 +80,12 @@ class _Kept(NamedTuple):
             is_kept = is_most if is_kept is None else is_most & is_kept
         e = only(is_kept, e)
         return cls(t, e, jnp.cumsum(e, -1), first, is_row)
+
+
+def _counted(spec: Sample, operands: Operands) -> jax.Array:
+    """Whole rows of logits, -inf where a column does not count."""
+    where = operands.where if operands.where is None else dims.unsharded(operands.where, -1)
+    return only(where, dims.unsharded(operands.logits, -1).astype(spec.compute_dtype), -jnp.inf)
 
 
 def _least(is_one: jax.Array, numbers: jax.Array) -> jax.Array:
@@ -119,11 +126,22 @@ def _are_valid(operands: Operands) -> jax.Array:
     return valid if min_p is None else valid & (min_p >= 0)
 
 
+def _greedy(spec: Sample, operands: Operands) -> Results:
+    """By one maximum, which NaN is."""
+    z = _counted(spec, operands)
+    first = jnp.argmax(z, -1, keepdims=True).astype(np.int32)
+    is_drawn = jnp.isfinite(jnp.take_along_axis(z, first, -1)) & _are_valid(operands)
+    log_probs = nan_where(~is_drawn, 0).astype(spec.compute_dtype)
+    return Results(jnp.where(is_drawn, first, INVALID), log_probs)
+
+
 def forward(spec: Sample, operands: Operands) -> tuple[Results, Statistics]:
     uniform, temperature = operands.uniform, operands.temperature
     if operands.logits.shape[-1] == 0:
         none = jnp.full_like(uniform, INVALID, np.int32)
         return Results(none, nan_where(none < 0, 0).astype(spec.compute_dtype)), ()
+    if spec.is_greedy:
+        return _greedy(spec, operands), ()
     kept = _Kept.of(spec, operands)
     numbers = columns(spec, kept.e)
     is_likely = kept.e > 0

@@ -39,6 +39,7 @@ struct Sample {
 
 namespace cpu {
 
+// std::bad_alloc: there is no memory for a row.
 void run(const Sample& p, const ParallelFor& parallel_for);
 
 }  // namespace cpu

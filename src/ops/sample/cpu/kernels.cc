@@ -18,9 +18,9 @@ struct SampleBin {
   double sum;
 };
 
-constexpr int64_t kMostBins = 1 << 11, kMostLanes = 16;
+constexpr int64_t kMostBins = 1 << 11;
 
-// What a task keeps of one row; the first two have room for a whole vector at their end.
+// What a task keeps of one row.
 struct SampleRoom {
   float *logits, *e;
   int32_t* columns;
@@ -37,16 +37,10 @@ namespace {
 
 constexpr float kInfinity = __builtin_inff();
 
-// The last column that is kept.
+// The last column that is kept, and what e sums up to as far as there.
 struct Border {
   float logit;
-  int64_t column;
-
-  bool is_before(Border other) const { return logit > other.logit || (logit == other.logit && column < other.column); }
-};
-
-struct Prefix {
-  Border border;
+  int32_t column;
   double sum;
 };
 
@@ -57,12 +51,10 @@ uint32_t key_of(float logit) {
   return bits >> 31 ? ~bits : bits | 0x80000000u;
 }
 
-// The shortest prefix of at least so many columns and such a sum of e; all of the row if none is.
-Prefix prefix_of(SampleRoom room, int64_t cols, int64_t count, double sum) {
+// That of the fewest columns which are so many, and have such a sum of e; of all of the row if none are.
+Border border_of(SampleRoom room, int32_t cols, int64_t count, double sum) {
   SampleBin before = {0, 0};
-  const auto reaches = [&](SampleBin more) {
-    return before.count + more.count >= count && before.sum + more.sum >= sum;
-  };
+  const auto reaches = [&](int64_t more, double e) { return before.count + more >= count && before.sum + e >= sum; };
   const int most_bits = cols < kMostBins ? 8 : 11;
   int64_t left = cols;
   for (int32_t i = 0; i < cols; ++i) room.columns[i] = i;
@@ -78,108 +70,98 @@ Prefix prefix_of(SampleRoom room, int64_t cols, int64_t count, double sum) {
     int64_t found = (1 << bits) - 1;
     for (; found >= 0; --found) {
       const SampleBin bin = room.bins[found];
-      if (bin.count > 0 && reaches(bin)) break;
+      if (bin.count > 0 && reaches(bin.count, bin.sum)) break;
       before.count += bin.count, before.sum += bin.sum;
     }
-    if (found < 0) return {{-kInfinity, cols}, before.sum};
-    int64_t kept = 0;
-    for (int64_t i = 0; i < left; ++i) {
+    if (found < 0) return {-kInfinity, cols, before.sum};
+    const int64_t last = left;
+    left = 0;
+    for (int64_t i = 0; i < last; ++i) {
       const int32_t column = room.columns[i];
-      room.columns[kept] = column;
-      kept += bin_of(column) == found;
+      room.columns[left] = column;
+      left += bin_of(column) == found;
     }
-    left = kept;
   }
   // These are equal. If their sum was rounded up before, all are kept.
   const double each = room.e[room.columns[0]];
-  int64_t last = 0;
-  for (; last < left - 1 && !reaches({last + 1, (last + 1) * each}); ++last) {
-  }
-  return {{room.logits[room.columns[0]], room.columns[last]}, before.sum + (last + 1) * each};
+  int64_t more = 1;
+  while (more < left && !reaches(more, more * each)) ++more;
+  return {room.logits[room.columns[0]], room.columns[more - 1], before.sum + more * each};
 }
 
-// The row in f32, with -inf for what does not count and -0 as 0, up to a whole vector. The largest, or NaN if there is
-// one.
+// The row in f32, with -inf for what does not count and 0 for -0. The largest, or NaN if there is one.
 template <class X>
-float read(const Sample& p, const X* x, int64_t row, float* logits, int64_t padded) {
+float read(const Sample& p, const X* x, int64_t row, float* logits) {
   const RowMask mask = RowMask::of(p.mask, row, p.cols);
   Bits is_nan = {};
   for_each_vector(p.cols, [&](int64_t column, auto extent) {
     const Vec v = mask(load(x + column, extent), column, extent, -kInfinity) + 0.f;
-    is_nan |= (Bits)(v != v);
     store(logits + column, v, extent);
+    is_nan |= (Bits)(v != v);
   });
-  for (int64_t column = p.cols; column < padded; ++column) logits[column] = -kInfinity;
   float top;
-  largest<1>(padded, [&](int, int64_t column, auto extent) { return load(logits + column, extent); }, &top);
+  largest<1>(p.cols / W * W, [&](int, int64_t i, auto extent) { return load(logits + i, extent); }, &top);
+  for (int64_t column = p.cols / W * W; column < p.cols; ++column) top = logits[column] > top ? logits[column] : top;
   for (int lane = 0; lane < W; ++lane)
     if (is_nan[lane]) top = __builtin_nanf("");
   return top;
 }
 
-// Sets e to 0 in columns [begin, end) where it is less than least, or is_kept(logits) is not true.
-template <class IsKept>
-void keep(SampleRoom room, int64_t begin, int64_t end, float least, IsKept is_kept) {
-  for_each_vector(end - begin, [&](int64_t i, auto extent) {
-    const Vec e = load(room.e + begin + i, extent), logits = load(room.logits + begin + i, extent);
-    store(room.e + begin + i, is_kept(logits) ? (e >= least ? e : Vec{}) : Vec{}, extent);
-  });
-}
-
-double sum_of(const float* e, int64_t count) {
-  return sum<1, 1>(count, [&](int, int64_t i, auto extent, Vec* sums) { sums[0] += load(e + i, extent); }).values[0][0];
-}
-
 template <class X>
 void draw_row(const Sample& p, const X* x, int64_t row, SampleRoom room) {
   constexpr int64_t kBlock = 1 << 10;
-  const int64_t cols = p.cols, padded = (cols + W - 1) / W * W;
+  const int32_t cols = static_cast<int32_t>(p.cols);
   const float temperature = p.temperature[row], uniform = p.uniform[row];
   const int64_t top_k = p.top_k ? p.top_k[row] : 0;
   const float top_p = p.top_p ? p.top_p[row] : 1, min_p = p.min_p ? p.min_p[row] : 0;
   p.ids[row] = -1, p.log_probs[row] = __builtin_nanf("");
-  const float top = read(p, x, row, room.logits, padded);
+  const float top = read(p, x, row, room.logits);
   if (!(top > -kInfinity && top < kInfinity && temperature >= 0 && temperature < kInfinity && uniform >= 0 &&
         uniform < 1 && top_k >= -1 && top_p == top_p && min_p >= 0))
     return;
 
-  int64_t first = 0;
+  int32_t first = 0;
   while (room.logits[first] != top) ++first;
   if (temperature == 0) {
-    p.ids[row] = static_cast<int32_t>(first), p.log_probs[row] = 0;
+    p.ids[row] = first, p.log_probs[row] = 0;
     return;
   }
-  for (int64_t column = 0; column < padded; column += W)
-    store(room.e + column, exp((load(room.logits + column, Whole{}) - top) / temperature), Whole{});
+  for_each_vector(cols, [&](int64_t column, auto extent) {
+    store(room.e + column, exp((load(room.logits + column, extent) - top) / temperature), extent);
+  });
+  // By blocks, always in the same order.
+  const auto sum_of_block = [&](int64_t begin) {
+    return sum<1, 1>(cols - begin < kBlock ? cols - begin : kBlock,
+                     [&](int, int64_t i, auto extent, Vec* sums) { sums[0] += load(room.e + begin + i, extent); })
+        .values[0][0];
+  };
+  const auto sum_of_all = [&] {
+    double total = 0;
+    for (int64_t begin = 0; begin < cols; begin += kBlock) total += sum_of_block(begin);
+    return total;
+  };
 
-  Prefix kept = {{-kInfinity, cols}, 0};
-  if (top_k > 0 && top_k < cols) kept = prefix_of(room, cols, top_k, 0);
+  Border kept = {-kInfinity, cols, 0};
+  if (top_k > 0 && top_k < cols) kept = border_of(room, cols, top_k, 0);
   if (top_p <= 0 || min_p > 1) {
-    kept.border = {top, first};
+    kept = {top, first, 1};
   } else if (top_p < 1) {
-    const double whole = kept.border.column < cols ? kept.sum : sum_of(room.e, padded);
-    const Border border = prefix_of(room, cols, 1, top_p * whole).border;
-    if (border.is_before(kept.border)) kept.border = border;
+    const Border b = border_of(room, cols, 1, top_p * (kept.column < cols ? kept.sum : sum_of_all()));
+    if (b.logit > kept.logit || (b.logit == kept.logit && b.column < kept.column)) kept = b;
   }
-  const Border border = kept.border;
-  const float least = min_p > 1 ? 0 : min_p;
-  if (border.column < cols || least > 0) {
-    const int64_t end = border.column < cols ? border.column + 1 : cols;
-    keep(room, 0, end, least, [&](Vec logits) { return logits >= border.logit; });
-    keep(room, end, cols, least, [&](Vec logits) { return logits > border.logit; });
+  if (kept.column < cols || min_p > 0) {
+    const float least = min_p > 1 ? 0 : min_p;
+    for (int32_t i = 0; i < cols; ++i) {
+      const bool is_kept = (room.logits[i] > kept.logit) | ((room.logits[i] == kept.logit) & (i <= kept.column));
+      room.e[i] = is_kept & (room.e[i] >= least) ? room.e[i] : 0;
+    }
   }
 
-  double total = 0, before = 0;
-  for (int64_t block = 0; block < cols; block += kBlock)
-    total += sum_of(room.e + block, cols - block < kBlock ? cols - block : kBlock);
-  // In the same order: the last block with anything in it reaches the total, which is more than this.
-  const double least_sum = uniform * total;
-  int64_t begin = 0, id = first;
-  for (double of_block; begin < cols; begin += kBlock, before += of_block) {
-    of_block = sum_of(room.e + begin, cols - begin < kBlock ? cols - begin : kBlock);
-    if (before + of_block > least_sum) break;
-  }
-  for (int64_t column = begin; column < cols && column < begin + kBlock && before <= least_sum; ++column) {
+  const double total = sum_of_all(), passed = uniform * total;
+  double before = 0;
+  int64_t column = 0, id = first;
+  for (double sum; column < cols && before + (sum = sum_of_block(column)) <= passed; column += kBlock) before += sum;
+  for (const int64_t end = column + kBlock; column < cols && column < end && before <= passed; ++column) {
     if (room.e[column] > 0) id = column;
     before += room.e[column];
   }
@@ -201,7 +183,7 @@ const SampleKernels SampleKernels::JAXNORM_ISA = {cpu::draw};
 #ifdef JAXNORM_ONCE
 void run(const Sample& p, const ParallelFor& parallel_for) {
   for_each_rows(for_tasks_that_allocate(parallel_for), p.rows, p.cols, [&](int64_t begin, int64_t end) {
-    const auto logits = room_for(p.cols + kMostLanes), e = room_for(p.cols + kMostLanes);
+    const auto logits = room_for(p.cols), e = room_for(p.cols);
     const std::unique_ptr<int32_t[]> columns(new int32_t[p.cols]);
     const std::unique_ptr<SampleBin[]> bins(new SampleBin[kMostBins]);
     kernels<SampleKernels>().draw(p, begin, end, {logits.get(), e.get(), columns.get(), bins.get()});
