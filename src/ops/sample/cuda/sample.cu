@@ -50,9 +50,10 @@ struct Slice {
   }
 
   // What does not count is -inf.
-  __device__ __noinline__ Packed<T, N> hide(Packed<T, N> packed, int col) const {
+  __device__ Packed<T, N> hide(Packed<T, N> packed, int col) const {
     return mask.counted<ALIGNED, N>(col, cols - col).choose(packed, kInfinity<T> | kSign<T>);
   }
+
   __device__ float at(int col) const {
     return col < cols && (!mask.where || mask.where[col]) ? static_cast<float>(row[col]) : -INFINITY;
   }
