@@ -135,6 +135,10 @@ OF_OPTIONS = {
         X,
     ),
     "a lookup's gradient": (partial(jaxnorm.embedding, ids=jnp.zeros((2, 3), int), implementation="native"), X[0]),
+    "a tied lookup's gradient": (
+        lambda x: jaxnorm.embedding(x, jnp.zeros(3, int), return_table=True, implementation="native"),
+        X[0],
+    ),
     "a draw": (lambda x: jaxnorm.sample(x, uniform=0.5, return_log_prob=True)[1], X),
     "a draw by rows' own filters": (
         lambda x, own: jaxnorm.sample(x, uniform=0.5, top_k=own, top_p=own / 9, min_p=own / 9, where=x > 0),

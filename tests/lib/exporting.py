@@ -10,6 +10,7 @@ beside it under a name that goes on after the old one's, as `softmax-gradient-wi
 import shutil
 import sys
 import zipfile
+from functools import partial
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -37,6 +38,11 @@ def _lookup_gradient(table, ids, rows):
     return jax.vjp(lambda table: jaxnorm.embedding(table, ids, dtype=rows.dtype), table)[1](rows)
 
 
+def _tied_gradient(table, ids, rows):
+    lookup = partial(jaxnorm.embedding, ids=ids, dtype=rows.dtype, return_table=True)
+    return jax.vjp(lookup, table)[1]((rows, jnp.cos(table)))
+
+
 def _segment_sum(data, ids):
     return jaxnorm.segment_sum(data, ids, 9)
 
@@ -51,6 +57,7 @@ def _sample(logits, uniform):
 # What has no row in the table, by its function and way: the program's function, and its arguments' shapes and dtypes.
 OF_NO_ROW = {
     ("embedding", "gradient"): (_lookup_gradient, {"50, 24": "float32", "rows": "int32", "rows, 24": "bfloat16"}),
+    ("embedding", "tied_gradient"): (_tied_gradient, {"50, 24": "float32", "rows": "int32", "rows, 24": "bfloat16"}),
     ("segment_sum", "forward"): (_segment_sum, {"rows, 24": "bfloat16", "rows": "int32"}),
     ("sample", "forward"): (_sample, {"rows, 50": "bfloat16", "rows": "float32"}),
 }

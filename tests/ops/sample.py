@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from cases import DTYPES, assert_near, draw
 from coverage import cover
-from hlo import count_native_calls, lowered_calls
+from hlo import collectives, count_native_calls, lowered_calls
 from jax.sharding import PartitionSpec as P
 from meshes import MANUAL, mesh_for, on_mesh
 from native import is_platform_with_kernels
@@ -312,6 +312,7 @@ def test_over_a_mesh(devices, mode, split, implementation):
         return
     results, text = spread()
     assert_near(jax.device_get(results), jax.device_get(sample(**given, implementation="xla")))
+    assert len(split) == 2 or not collectives(text)
     has_kernel = implementation != "xla" and not is_split and is_platform_with_kernels()
     assert count_native_calls(text) == ({TARGET: 1} if has_kernel else {})
 

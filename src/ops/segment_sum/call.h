@@ -21,7 +21,8 @@ struct SegmentSum {
   const int32_t* ids;    // positions; on CUDA ascending
   const int32_t* order;  // the row of data that belongs to each of ids; may be absent: they are in order
   Output sums;           // segments * cols
-  bool is_added;         // to what sums holds
+  bool is_added;         // to onto
+  Input onto;            // segments * cols, of sums' dtype, in sums' place where XLA has it so
   Workspace workspace;
 };
 

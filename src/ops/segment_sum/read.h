@@ -19,9 +19,9 @@ inline SegmentSum read_segment_sum(Reader& in) {
   in.require(segments >= 0 && segments <= kMostSegments, "segments is no length, or more than kernels count");
   p.segments = static_cast<int32_t>(segments);
   p.is_added = in.later_flag("has_onto");
-  const Input onto = p.is_added ? in.operand("onto", {segments, p.cols}) : Input{};
-  p.sums = in.result("sums", {segments, p.cols});
-  in.require(!p.is_added || (onto.data == p.sums.data && onto.dtype == p.sums.dtype), "onto has not the place of sums");
+  if (p.is_added) p.onto = in.operand("onto", {segments, p.cols});
+  const Shape sums{segments, p.cols};
+  p.sums = p.is_added ? in.result("sums", sums, p.onto.dtype) : in.result("sums", sums);
   p.workspace = in.workspace();
   return p;
 }

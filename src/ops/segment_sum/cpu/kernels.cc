@@ -1,4 +1,6 @@
 // Sums of segments, by segments and columns, and their launch.
+#include <cstring>
+
 #include "cpu/engine/columns.h"
 #include "cpu/engine/isa.h"
 #include "cpu/engine/memory.h"
@@ -73,7 +75,9 @@ const SegmentSumKernels SegmentSumKernels::JAXNORM_ISA = {cpu::sum};
 void run(const SegmentSum& p, const ParallelFor& parallel_for) {
   const int64_t segments = p.segments;
   if (segments * p.cols == 0) return;
-  if (!p.is_added) expect_writes(p.sums, segments * p.cols);
+  if (!p.is_added || p.onto.data != p.sums.data) expect_writes(p.sums, segments * p.cols);
+  if (p.is_added && p.onto.data != p.sums.data)
+    std::memcpy(p.sums.data, p.onto.data, segments * p.cols * size_of(p.sums.dtype));
   // A counting sort: first how many positions each segment has, then where its own begin.
   const std::unique_ptr<int32_t[]> starts(new int32_t[segments + 2]()), positions(new int32_t[p.positions + 1]);
   const auto counts = [&](int64_t i) { return p.ids[i] >= 0 && p.ids[i] < segments; };

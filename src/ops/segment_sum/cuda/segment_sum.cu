@@ -300,7 +300,14 @@ WorkspaceSize segment_sum_workspace(const WorkspaceQuery& query) {
 
 Outcome run(const SegmentSum& p, Stream stream) {
   const Chunks chunks(p);
-  if (p.segments == 0 || p.cols == 0 || chunks.count == 0) return {cudaSuccess};
+  if (p.segments == 0 || p.cols == 0) return {cudaSuccess};
+  if (p.is_added && p.onto.data != p.sums.data) {
+    const size_t bytes = p.segments * p.cols * size_of(p.sums.dtype);
+    const cudaError_t error =
+        cudaMemcpyAsync(p.sums.data, p.onto.data, bytes, cudaMemcpyDeviceToDevice, cudaStream_t{stream});
+    if (error != cudaSuccess) return {error};
+  }
+  if (chunks.count == 0) return {cudaSuccess};
   if (p.workspace.floats < chunks.count * (2 * p.cols + 2)) return {cudaErrorMemoryAllocation};
   if (p.data.dtype == Dtype::f32) return {launch<float>(p, chunks, stream)};
   return {p.data.dtype == Dtype::f16 ? launch<__half>(p, chunks, stream) : launch<__nv_bfloat16>(p, chunks, stream)};
