@@ -165,3 +165,9 @@ def test_explain_says_so(wrap, backward):
     assert {way: runs.implementation for way, runs in by_way.items()} == {"forward": "xla"} | backward
     assert by_way["forward"].why.startswith("XLA's code is faster")
     assert {norm.on("cpu").implementation for norm in norms} == {"native"}
+
+
+@pytest.mark.parametrize(("temperature", "calls"), [(0, {}), (0.5, {"jaxnorm_sample_fwd": 1})])
+def test_the_largest_logit(temperature, calls):
+    choose = partial(jaxnorm.sample, uniform=0.5, temperature=temperature)
+    assert native_calls(choose, [(4, 151_936)]) == calls
