@@ -414,6 +414,7 @@ def operands(dtype):
     return draw("table", (64, 32), dtype), ids, draw("rows", (8, 40, 32), dtype)
 
 
+WAYS = ("native", 0), ("xla", 0), ("native", 1), ("xla", 1)  # with how many tied heads
 # How table, ids and rows are split; of split ids the part of the table, in float32, that devices add up.
 SPLITS = {
     "rows of the table": ((P("a"), P(), P()), None),
@@ -433,7 +434,7 @@ SPLITS = {
     split=SPLITS,
     mode=["auto", "explicit"],
     dtype=["float32", "bfloat16"],
-    way=[("native", 0), ("xla", 0), ("native", 1), ("xla", 1)],
+    way=WAYS,
 )
 def test_devices_add_what_they_have(devices, split, mode, dtype, way):
     (of_table, of_ids, of_rows), added = split
@@ -477,15 +478,17 @@ def test_parts_of_devices_are_not_rounded(devices, mode, implementation):
 
 
 @pytest.mark.needs("kernels")
-@cover(mode=[MANUAL, PARTLY_MANUAL], dtype=["float32", "bfloat16"], implementation=IMPLEMENTATIONS)
-def test_a_table_that_all_devices_of_a_shard_map_have(devices, mode, dtype, implementation):
-    mesh = mesh_for(mode, devices)
+@cover(mode=[MANUAL, PARTLY_MANUAL], dtype=["float32", "bfloat16"], way=WAYS)
+def test_a_table_that_all_devices_of_a_shard_map_have(devices, mode, dtype, way):
+    mesh, (implementation, heads) = mesh_for(mode, devices), way
     args, manual = operands(dtype), {"a"} if mode == PARTLY_MANUAL else {"a", "b"}
+    args = (*args, draw("heads", (64 * mesh.shape["a"], 32), dtype))[: 3 + heads]  # of each device its own
     function = partial(gradient, implementation=implementation)
-    specs = {"in_specs": (P(), P("a"), P("a")), "out_specs": P()}
+    specs = {"in_specs": (P(), P("a"), P("a"), P("a"))[: 3 + heads], "out_specs": P()}
     split = jax.shard_map(function, mesh=mesh, **specs, axis_names=manual)
     actual = jax.jit(split)(*args)
     exact, _ = exact_sums(from_the_end(np.asarray(args[1]), 64), args[2], 64)
+    exact += sum(f64(head).reshape(-1, 64, 32).sum(0) for head in args[3:])
     assert gradient_error(actual, exact, DSCALE) <= 1
 
 
