@@ -138,6 +138,8 @@ def _size(op: Op, draw: Draw) -> Size:
     while len(lead) < draw.pick((1, 2, 3)) and np.prod(lead) * last < 2000:
         lead.append(draw.pick(LENGTHS))
     fewest = 3 if "qkv" in op.operands else 1  # a head of each
+    if "qkv" in op.operands:
+        lead = [1] * (2 - len(lead)) + lead  # of four axes: of fewer, the last may have the heads
     head = [draw.pick([n for n in HEADS if n >= fewest])] if len(dims) > 2 else []
     options = {**options, **(draw.pick(op.options) if op.options and draw.chance(0.5) else {})}
     return Size((*lead, *head, last), (*head, last)[-len(weights) :], options)
