@@ -106,8 +106,8 @@ set(JAXNORM_UNITS "${CMAKE_CURRENT_BINARY_DIR}/units")
 include(cmake/units.cmake)
 jaxnorm_find(sources cuda/*.cu cuda/*.cc)
 jaxnorm_add_module(_cuda
-  ${jaxnorm_units} ${sources} src/cuda/engine/partials.cu src/cuda/engine/device.cu src/cuda/engine/grad_schedule.cc
-  src/cuda/engine/plan.cc src/cuda/cublaslt.cc src/ffi/cuda_module.cc)
+  ${jaxnorm_units} ${sources} src/engine/cuda/partials.cu src/engine/cuda/device.cu src/engine/cuda/grad_schedule.cc
+  src/engine/cuda/plan.cc src/engine/cuda/cublaslt.cc src/ffi/cuda_module.cc)
 jaxnorm_write_table(cuda)
 # --fmad=false: where two operations are fused is written in the kernels and not left to the compiler, or a row's bits
 # would depend on which copy of the code it meets.

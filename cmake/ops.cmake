@@ -5,7 +5,7 @@
 #   call.h               the struct of a call in each direction
 #   read.h               the readers, and `kTable`: a row for each target
 #   cpu.h  cpu/run.cc    what a call runs on the CPU
-#   cpu/*.cc             its kernels, compiled for each instruction set, and what is compiled once, see cpu/engine/isa.h
+#   cpu/*.cc             its kernels, compiled for each instruction set, and what is compiled once, see engine/cpu/isa.h
 #   cuda.h  cuda/        what a call runs on CUDA, and its kernels
 #   cuda.cmake           the units to write for kernels that are compiled by dtype, see units.cmake
 #

@@ -18,7 +18,7 @@ using ParallelFor = std::function<void(int64_t count, const std::function<void(i
 
 namespace cuda {
 
-// A cudaStream_t and a cudaError_t, see cuda/engine/device.h.
+// A cudaStream_t and a cudaError_t, see engine/cuda/device.h.
 struct Stream;
 struct Outcome;
 

@@ -2,8 +2,8 @@
 // with a whole JAX process:
 //
 //   cmake -D JAXNORM_UNITS=units -P cmake/units.cmake
-//   nvcc -std=c++17 -O3 --fmad=false -arch=native -Isrc tests/sanitize.cu units/*.cu src/cuda/*/*.cu src/cuda/*/*.cc
-//     src/cuda/*.cc src/ops/*/cuda/*.cu src/ops/*/cuda/*.cc -o sanitize       # on one line
+//   nvcc -std=c++17 -O3 --fmad=false -arch=native -Isrc tests/sanitize.cu units/*.cu src/engine/cuda/*.cu
+//     src/engine/cuda/*.cc src/ops/*/cuda/*.cu src/ops/*/cuda/*.cc -o sanitize       # on one line
 //   for tool in memcheck racecheck synccheck initcheck; do compute-sanitizer --tool $tool ./sanitize; done
 //   compute-sanitizer --tool racecheck ./sanitize layer bf16            # a part of them
 //   compute-sanitizer --tool racecheck ./sanitize layer bf16 37 4096    # one shape, rows by columns
@@ -17,8 +17,8 @@
 #include <initializer_list>
 #include <type_traits>
 
-#include "cuda/engine/device.h"
-#include "cuda/engine/plan.h"
+#include "engine/cuda/device.h"
+#include "engine/cuda/plan.h"
 #include "ops/cross_entropy/cuda.h"
 #include "ops/gated_activation/cuda.h"
 #include "ops/norm/cuda.h"

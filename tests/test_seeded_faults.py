@@ -168,7 +168,7 @@ what is outside a window is not written: ops/softmax/cuda/softmax_grad.cuh: laws
 a rest that is left out: ops/norm/cuda/shard_statistics.cu: laws/test_meshes.py -k 'sharded_feature_axis and layer-'
 -remaining > 0; remaining -= step
 +remaining >= step; remaining -= step
-a partial sum less: cuda/engine/partials.cu: laws/test_accuracy.py -k 'gradients_of_every_size and rms and not rotary'
+a partial sum less: engine/cuda/partials.cu: laws/test_accuracy.py -k 'gradients_of_every_size and rms and not rotary'
 -row + i * height < rows ?
 +row + i * height < rows - 1 ?
 what a chunk has of the next segment is left out:

@@ -5,7 +5,7 @@
 #include <new>
 #include <string>
 
-#include "cpu/engine/parallel.h"
+#include "engine/cpu/parallel.h"
 #include "ffi/parallel_for.h"
 #include "ffi/table.h"
 

@@ -6,7 +6,7 @@
 #include <initializer_list>
 #include <string>
 
-#include "cuda/engine/device.h"
+#include "engine/cuda/device.h"
 #include "ffi/table.h"
 
 namespace jaxnorm {

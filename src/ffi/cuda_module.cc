@@ -7,13 +7,13 @@
 #include <string>
 #include <vector>
 
-#include "cuda/cublaslt.h"
-#include "cuda/engine/device.h"
-#include "cuda/engine/plan.h"
-#include "cuda/engine/regimes.h"
 #include "cuda_ops.h"
+#include "engine/cuda/device.h"
+#include "engine/cuda/plan.h"
+#include "engine/cuda/regimes.h"
 #include "ffi/cuda.h"
 #include "ffi/module.h"
+#include "engine/cuda/cublaslt.h"
 
 namespace nb = nanobind;
 

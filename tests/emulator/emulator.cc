@@ -7,7 +7,7 @@
 #include <cstdlib>
 #include <mutex>
 
-#include "cuda/engine/device.h"
+#include "engine/cuda/device.h"
 
 __thread uint3 threadIdx, blockIdx;
 __thread dim3 blockDim, gridDim;

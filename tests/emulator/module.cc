@@ -1,8 +1,8 @@
 // The module of src/ffi/cuda_module.cc for XLA's CPU: its handlers run the emulator.
 #include <mutex>
 
-#include "cuda/cublaslt.h"
-#include "cuda/engine/device.h"
+#include "engine/cuda/cublaslt.h"
+#include "engine/cuda/device.h"
 #include "ffi/cuda.h"
 #include "ops/quantized_dot/cuda.h"
 

@@ -13,7 +13,7 @@ include(cmake/units.cmake)
 jaxnorm_find(sources cuda/*.cu cuda/*.cc)
 list(FILTER sources EXCLUDE REGEX "/quantized_dot/")  # cuBLASLt's
 list(APPEND sources
-  ${jaxnorm_units} src/cuda/engine/partials.cu src/cuda/engine/grad_schedule.cc src/cuda/engine/plan.cc)
+  ${jaxnorm_units} src/engine/cuda/partials.cu src/engine/cuda/grad_schedule.cc src/engine/cuda/plan.cc)
 set_source_files_properties(${sources} PROPERTIES LANGUAGE CXX COMPILE_OPTIONS "-xc++")
 jaxnorm_add_module(_cuda ${sources} tests/emulator/emulator.cc tests/emulator/module.cc
   tests/emulator/moved.cc)
@@ -28,11 +28,11 @@ target_compile_definitions(_cuda PRIVATE JAXNORM_CUDA_ARCHITECTURES="emulated"
 
 # What tests/test_emulated_kernels.py runs, `programs`: run_device has a GPU of its own, and `alone` is a library.
 find_package(Threads REQUIRED)
-set(plans src/cuda/engine/grad_schedule.cc src/cuda/engine/plan.cc)
-set_source_files_properties(tests/toy/l2_norm.cu src/cuda/engine/device.cu PROPERTIES
+set(plans src/engine/cuda/grad_schedule.cc src/engine/cuda/plan.cc)
+set_source_files_properties(tests/toy/l2_norm.cu src/engine/cuda/device.cu PROPERTIES
   LANGUAGE CXX COMPILE_OPTIONS "-xc++")
 add_executable(run_plans EXCLUDE_FROM_ALL tests/emulator/run_plans.cc src/ops/qk_norm_rotary/cuda/plan.cc ${plans})
-add_executable(run_device EXCLUDE_FROM_ALL tests/emulator/run_device.cc src/cuda/engine/device.cu)
+add_executable(run_device EXCLUDE_FROM_ALL tests/emulator/run_device.cc src/engine/cuda/device.cu)
 add_library(alone MODULE EXCLUDE_FROM_ALL
   tests/toy/l2_norm.cu tests/emulator/alone.cc tests/emulator/emulator.cc ${plans})
 add_custom_target(programs DEPENDS run_plans run_device alone)

@@ -1,7 +1,7 @@
 // Asks a GPU that fails now and then, and compares what is known of it afterwards.
 #include <cstdio>
 
-#include "cuda/engine/device.h"
+#include "engine/cuda/device.h"
 
 namespace {
 

@@ -3,7 +3,7 @@
 #include <cstdio>
 #include <initializer_list>
 
-#include "cuda/engine/grad_regimes.cuh"
+#include "engine/cuda/grad_regimes.cuh"
 #include "ops/cross_entropy/cuda.h"
 #include "ops/norm/cuda.h"
 #include "ops/norm/gated.h"

@@ -1,8 +1,8 @@
 // The CPU kernels of the L2 norm, its readers and its table.
 #include "toy/l2_norm.h"
 
-#include "cpu/engine/row_loop.h"
-#include "cpu/engine/stats.h"
+#include "engine/cpu/row_loop.h"
+#include "engine/cpu/stats.h"
 #include "ffi/cpu.h"
 #include "ffi/table.h"
 #include "ops/shared/cpu/grad.h"

@@ -1,5 +1,5 @@
 // The CUDA kernels of the L2 norm: its functors, and their launches.
-#include "cuda/engine/grad_launch.cuh"
+#include "engine/cuda/grad_launch.cuh"
 #include "l2_norm.h"
 #include "ops/shared/cuda/load.cuh"
 #include "ops/shared/cuda/stats.cuh"

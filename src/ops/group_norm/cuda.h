@@ -9,7 +9,7 @@
 
 #include <cstdint>
 
-#include "cuda/engine/plan.h"
+#include "engine/cuda/plan.h"
 #include "ops/group_norm/call.h"
 
 namespace jaxnorm::cuda {

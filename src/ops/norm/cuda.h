@@ -4,7 +4,7 @@
 
 #include <cuda_runtime_api.h>
 
-#include "cuda/engine/plan.h"
+#include "engine/cuda/plan.h"
 #include "ops/norm/call.h"
 #include "ops/norm/gated.h"
 #include "ops/norm/quantized.h"

@@ -1,7 +1,7 @@
 // What a call runs on the CPU: `run` on the threads that it is given, and the kernels of an instruction set.
 #pragma once
 
-#include "cpu/engine/parallel.h"
+#include "engine/cpu/parallel.h"
 #include "ops/qk_norm_rotary/call.h"
 
 namespace jaxnorm::cpu {

@@ -5,8 +5,8 @@
 
 #include <cstdint>
 
-#include "cuda/engine/grad_schedule.h"
-#include "cuda/engine/plan.h"
+#include "engine/cuda/grad_schedule.h"
+#include "engine/cuda/plan.h"
 #include "operands.h"
 #include "ops/qk_norm_rotary/call.h"
 

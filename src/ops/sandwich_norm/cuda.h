@@ -4,7 +4,7 @@
 
 #include <cuda_runtime_api.h>
 
-#include "cuda/engine/plan.h"
+#include "engine/cuda/plan.h"
 #include "ops/sandwich_norm/call.h"
 
 namespace jaxnorm::cuda {

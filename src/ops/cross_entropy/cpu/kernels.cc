@@ -1,7 +1,7 @@
 // The rows of cross-entropy with integer labels, and their launches.
-#include "cpu/engine/isa.h"
-#include "cpu/engine/parallel.h"
-#include "cpu/engine/types.h"
+#include "engine/cpu/isa.h"
+#include "engine/cpu/parallel.h"
+#include "engine/cpu/types.h"
 #include "ops/cross_entropy/call.h"
 #include "ops/shared/cpu/logits.h"
 

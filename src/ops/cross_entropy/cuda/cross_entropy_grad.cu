@@ -1,6 +1,6 @@
 // The gradient of cross-entropy with integer labels: all of a row is known before but its elements, so it goes by
 // tiles.
-#include "cuda/engine/tile_loop.cuh"
+#include "engine/cuda/tile_loop.cuh"
 #include "ops/cross_entropy/cuda.h"
 #include "ops/shared/cuda/exponential.cuh"
 #include "ops/shared/cuda/mask.cuh"

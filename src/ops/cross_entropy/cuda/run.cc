@@ -1,5 +1,5 @@
 // From a call of cross-entropy to the code for its dtype.
-#include "cuda/engine/dtypes.h"
+#include "engine/cuda/dtypes.h"
 #include "ops/cross_entropy/cuda.h"
 
 namespace jaxnorm::cuda {

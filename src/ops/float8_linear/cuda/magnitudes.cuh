@@ -2,7 +2,7 @@
 // order in which they come.
 #pragma once
 
-#include "cuda/engine/launch.cuh"
+#include "engine/cuda/launch.cuh"
 #include "ops/shared/cuda/quantize.cuh"
 
 namespace jaxnorm::cuda {

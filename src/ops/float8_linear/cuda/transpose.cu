@@ -1,5 +1,5 @@
 // Transposes bytes, in tiles that go through shared memory.
-#include "cuda/engine/launch.cuh"
+#include "engine/cuda/launch.cuh"
 #include "ops/float8_linear/cuda.h"
 
 namespace jaxnorm::cuda {

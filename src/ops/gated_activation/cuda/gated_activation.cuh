@@ -2,7 +2,7 @@
 // all of them before it computes.
 #pragma once
 
-#include "cuda/engine/launch.cuh"
+#include "engine/cuda/launch.cuh"
 #include "ops/gated_activation/cuda.h"
 #include "ops/shared/cuda/activation.cuh"
 

@@ -1,5 +1,5 @@
 // The launches of gated activations.
-#include "cuda/engine/dtypes.h"
+#include "engine/cuda/dtypes.h"
 #include "ops/gated_activation/cuda.h"
 
 namespace jaxnorm::cuda {

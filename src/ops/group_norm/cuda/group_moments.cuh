@@ -1,7 +1,7 @@
 // The moments of channels.
 #pragma once
 
-#include "cuda/engine/vector.cuh"
+#include "engine/cuda/vector.cuh"
 
 namespace jaxnorm::cuda {
 

@@ -2,7 +2,7 @@
 // of every `rows`-th position.
 #pragma once
 
-#include "cuda/engine/launch.cuh"
+#include "engine/cuda/launch.cuh"
 #include "ops/group_norm/cuda.h"
 #include "ops/group_norm/cuda/group_activation.cuh"
 

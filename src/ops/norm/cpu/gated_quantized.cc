@@ -4,7 +4,7 @@
 // again.
 #include "ops/norm/gated_quantized.h"
 
-#include "cpu/engine/f32_weight.h"
+#include "engine/cpu/f32_weight.h"
 #include "ops/norm/cpu/gated_rows.h"
 #include "ops/norm/cpu/quantized_rows.h"
 

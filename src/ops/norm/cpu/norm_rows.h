@@ -1,8 +1,8 @@
 // The rows of RMSNorm and LayerNorm.
 #pragma once
 
-#include "cpu/engine/grad_loop.h"
-#include "cpu/engine/row_loop.h"
+#include "engine/cpu/grad_loop.h"
+#include "engine/cpu/row_loop.h"
 #include "ops/norm/call.h"
 #include "ops/shared/cpu/grad.h"
 #include "ops/shared/cpu/load.h"

@@ -1,7 +1,7 @@
 // The rows of the norms with a quantised result.
 #pragma once
 
-#include "cpu/engine/weight.h"
+#include "engine/cpu/weight.h"
 #include "ops/norm/cpu/norm_rows.h"
 #include "ops/shared/cpu/quantize.h"
 

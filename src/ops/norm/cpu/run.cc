@@ -1,7 +1,7 @@
 // The launches of the norms, plain, after an addition, gated and quantised.
-#include "cpu/engine/f32_weight.h"
-#include "cpu/engine/grad_tasks.h"
-#include "cpu/engine/isa.h"
+#include "engine/cpu/f32_weight.h"
+#include "engine/cpu/grad_tasks.h"
+#include "engine/cpu/isa.h"
 #include "ops/norm/cpu.h"
 
 namespace jaxnorm::cpu {

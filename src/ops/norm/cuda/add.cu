@@ -1,7 +1,7 @@
 // sum = a + b or factor * a + b, rounded to b's type: kernels of their own for the sums that no fused kernel forms.
 // Without b, a in sum's type.
-#include "cuda/engine/fragment.cuh"
-#include "cuda/engine/launch.cuh"
+#include "engine/cuda/fragment.cuh"
+#include "engine/cuda/launch.cuh"
 #include "ops/norm/cuda.h"
 
 namespace jaxnorm::cuda {

@@ -1,8 +1,8 @@
 // y = x_hat * (scale + scale_offset) + bias.
 #pragma once
 
-#include "cuda/engine/row_loop.cuh"
-#include "cuda/engine/weight.cuh"
+#include "engine/cuda/row_loop.cuh"
+#include "engine/cuda/weight.cuh"
 
 namespace jaxnorm::cuda {
 

@@ -1,6 +1,6 @@
 // Gated RMSNorm with a quantised result. Rows have the plan of the one without, so that the y that is quantised has the
 // same bits.
-#include "cuda/engine/dtypes.h"
+#include "engine/cuda/dtypes.h"
 #include "ops/norm/cuda/gated_norm.cuh"
 #include "ops/norm/cuda/quantized_epilogue.cuh"
 #include "ops/norm/gated_quantized.h"

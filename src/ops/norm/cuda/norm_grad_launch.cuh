@@ -1,10 +1,10 @@
 // Which kernel computes the gradients of a call of RMSNorm or LayerNorm.
 #pragma once
 
-#include "cuda/engine/grad_columns.cuh"
-#include "cuda/engine/grad_launch.cuh"
-#include "cuda/engine/grad_long.cuh"
-#include "cuda/engine/grad_small_batch.cuh"
+#include "engine/cuda/grad_columns.cuh"
+#include "engine/cuda/grad_launch.cuh"
+#include "engine/cuda/grad_long.cuh"
+#include "engine/cuda/grad_small_batch.cuh"
 #include "ops/norm/cuda.h"
 #include "ops/shared/cuda/norm_grad.cuh"
 

@@ -1,7 +1,7 @@
 // Rows as floats in registers on their way to 8 bits: weights, the scales of the quantisation, and the stores.
 #pragma once
 
-#include "cuda/engine/weight.cuh"
+#include "engine/cuda/weight.cuh"
 #include "ops/norm/cuda/affine.cuh"
 #include "ops/shared/cuda/quantize.cuh"
 

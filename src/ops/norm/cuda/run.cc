@@ -1,7 +1,7 @@
 // From a call of a norm to the code for its dtype, with a plan that is made once.
-#include "cuda/engine/device.h"
-#include "cuda/engine/dtypes.h"
-#include "cuda/engine/grad_schedule.h"
+#include "engine/cuda/device.h"
+#include "engine/cuda/dtypes.h"
+#include "engine/cuda/grad_schedule.h"
 #include "ops/norm/cuda.h"
 
 namespace jaxnorm::cuda {

@@ -1,7 +1,7 @@
 // y of a device's shard of rows, from the statistics of whole rows: tiles of rows, a thread with its columns' weights
 // in registers.
-#include "cuda/engine/tile_loop.cuh"
-#include "cuda/engine/weight.cuh"
+#include "engine/cuda/tile_loop.cuh"
+#include "engine/cuda/weight.cuh"
 #include "ops/norm/cuda.h"
 #include "ops/norm/cuda/affine.cuh"
 

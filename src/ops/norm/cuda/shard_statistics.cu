@@ -1,6 +1,6 @@
 // The statistics of a device's shard of rows: one pass over memory. The warps of a row take a few vectors a thread of
 // it at a time, which are in registers between their mean and the squares about it.
-#include "cuda/engine/launch.cuh"
+#include "engine/cuda/launch.cuh"
 #include "ops/norm/cuda.h"
 #include "ops/shared/cuda/stats.cuh"
 

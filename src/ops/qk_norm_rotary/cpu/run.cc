@@ -1,9 +1,9 @@
 // The launches of rotary embedding with the norms of queries and keys.
 #include <cstring>
 
-#include "cpu/engine/f32_weight.h"
-#include "cpu/engine/grad_tasks.h"
-#include "cpu/engine/isa.h"
+#include "engine/cpu/f32_weight.h"
+#include "engine/cpu/grad_tasks.h"
+#include "engine/cpu/isa.h"
 #include "ops/qk_norm_rotary/cpu.h"
 
 namespace jaxnorm::cpu {

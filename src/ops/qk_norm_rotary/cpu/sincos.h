@@ -1,7 +1,7 @@
 // Sine and cosine of float32 angles to about 1 ulp, however large.
 #pragma once
 
-#include "cpu/engine/vector.h"
+#include "engine/cpu/vector.h"
 
 namespace jaxnorm::cpu {
 namespace {

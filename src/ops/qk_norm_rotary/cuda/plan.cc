@@ -1,7 +1,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "cuda/engine/grad_schedule.h"
+#include "engine/cuda/grad_schedule.h"
 #include "ops/qk_norm_rotary/cuda.h"
 
 namespace jaxnorm::cuda {

@@ -4,7 +4,7 @@
 // knows of no rows that share more than weights. Each thread group has the same head of a few tokens under way at once.
 #pragma once
 
-#include "cuda/engine/weight.cuh"
+#include "engine/cuda/weight.cuh"
 #include "ops/qk_norm_rotary/cuda/rotary.cuh"
 #include "ops/shared/cuda/stats.cuh"
 

@@ -4,10 +4,10 @@
 // come next are on their way meanwhile.
 #pragma once
 
-#include "cuda/engine/column_sums.cuh"
-#include "cuda/engine/partials.h"
-#include "cuda/engine/row_queue.cuh"
-#include "cuda/engine/weight.cuh"
+#include "engine/cuda/column_sums.cuh"
+#include "engine/cuda/partials.h"
+#include "engine/cuda/row_queue.cuh"
+#include "engine/cuda/weight.cuh"
 #include "ops/qk_norm_rotary/cuda/rotary.cuh"
 #include "ops/shared/cuda/norm_grad.cuh"
 

@@ -3,8 +3,8 @@
 
 #include <climits>
 
-#include "cuda/engine/pair_tiling.cuh"
-#include "cuda/engine/row_map.cuh"
+#include "engine/cuda/pair_tiling.cuh"
+#include "engine/cuda/row_map.cuh"
 #include "ops/qk_norm_rotary/cuda.h"
 
 namespace jaxnorm::cuda {

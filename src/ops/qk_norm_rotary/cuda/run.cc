@@ -1,5 +1,5 @@
 // From a call to the code for its dtype.
-#include "cuda/engine/dtypes.h"
+#include "engine/cuda/dtypes.h"
 #include "ops/qk_norm_rotary/cuda.h"
 
 namespace jaxnorm::cuda {

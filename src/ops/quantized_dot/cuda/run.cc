@@ -9,10 +9,10 @@
 #include <optional>
 #include <string>
 
-#include "cuda/cublaslt.h"
 #include "ops/quantized_dot/call.h"
 #include "ops/quantized_dot/cuda.h"
 #include "ops/quantized_dot/cuda/copied_dot.h"
+#include "engine/cuda/cublaslt.h"
 
 namespace jaxnorm::cuda {
 namespace {

@@ -2,10 +2,10 @@
 //
 // What is kept of a row ends at a border in the order of its columns. It is found without a sort: by the digits of the
 // logits' bits, the first ones first, with the columns that share those so far.
-#include "cpu/engine/columns.h"
-#include "cpu/engine/isa.h"
-#include "cpu/engine/parallel.h"
-#include "cpu/engine/types.h"
+#include "engine/cpu/columns.h"
+#include "engine/cpu/isa.h"
+#include "engine/cpu/parallel.h"
+#include "engine/cpu/types.h"
 #include "ops/sample/call.h"
 #include "ops/shared/cpu/exp.h"
 #include "ops/shared/cpu/mask.h"

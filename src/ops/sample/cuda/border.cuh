@@ -8,8 +8,8 @@
 
 #include <cfloat>
 
-#include "cuda/engine/cluster.cuh"
-#include "cuda/engine/thread_group.cuh"
+#include "engine/cuda/cluster.cuh"
+#include "engine/cuda/thread_group.cuh"
 
 namespace jaxnorm::cuda::sampling {
 

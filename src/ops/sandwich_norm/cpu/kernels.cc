@@ -1,8 +1,8 @@
 // The rows of the sandwich norm, and their launches.
-#include "cpu/engine/f32_weight.h"
-#include "cpu/engine/grad_tasks.h"
-#include "cpu/engine/isa.h"
-#include "cpu/engine/parallel.h"
+#include "engine/cpu/f32_weight.h"
+#include "engine/cpu/grad_tasks.h"
+#include "engine/cpu/isa.h"
+#include "engine/cpu/parallel.h"
 #include "ops/norm/cpu/norm_rows.h"
 #include "ops/sandwich_norm/call.h"
 

@@ -1,7 +1,7 @@
 // From a call of the sandwich norm to the code for its dtype.
 #include <algorithm>
 
-#include "cuda/engine/dtypes.h"
+#include "engine/cuda/dtypes.h"
 #include "ops/norm/cuda.h"
 #include "ops/sandwich_norm/cuda.h"
 

@@ -1,11 +1,11 @@
 // Sums of segments, by segments and columns, and their launch.
 #include <cstring>
 
-#include "cpu/engine/columns.h"
-#include "cpu/engine/isa.h"
-#include "cpu/engine/memory.h"
-#include "cpu/engine/parallel.h"
-#include "cpu/engine/types.h"
+#include "engine/cpu/columns.h"
+#include "engine/cpu/isa.h"
+#include "engine/cpu/memory.h"
+#include "engine/cpu/parallel.h"
+#include "engine/cpu/types.h"
 #include "ops/segment_sum/call.h"
 
 namespace jaxnorm::cpu {

@@ -7,7 +7,7 @@
 // chunks, and added up by a second kernel, in their order.
 #include <climits>
 
-#include "cuda/engine/launch.cuh"
+#include "engine/cuda/launch.cuh"
 #include "ops/segment_sum/call.h"
 
 namespace jaxnorm::cuda {

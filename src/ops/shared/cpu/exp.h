@@ -1,7 +1,7 @@
 // Exponentials, and tanh.
 #pragma once
 
-#include "cpu/engine/vector.h"
+#include "engine/cpu/vector.h"
 
 namespace jaxnorm::cpu {
 namespace {

@@ -1,10 +1,10 @@
 // A load functor: rows as they lie in memory, which an addition may have to write first.
 #pragma once
 
-#include "cpu/engine/columns.h"
-#include "cpu/engine/memory.h"
-#include "cpu/engine/types.h"
-#include "cpu/engine/weight.h"
+#include "engine/cpu/columns.h"
+#include "engine/cpu/memory.h"
+#include "engine/cpu/types.h"
+#include "engine/cpu/weight.h"
 #include "ops/norm/call.h"
 
 namespace jaxnorm::cpu {

@@ -1,8 +1,8 @@
 // The sum of a row's exponentials, and what it is taken of: rows of logits z that are made of x where they are read.
 #pragma once
 
-#include "cpu/engine/columns.h"
-#include "cpu/engine/row_loop.h"
+#include "engine/cpu/columns.h"
+#include "engine/cpu/row_loop.h"
 #include "ops/shared/cpu/exp.h"
 #include "ops/shared/cpu/mask.h"
 #include "ops/shared/logits.h"

@@ -1,7 +1,7 @@
 // Which columns of a row count.
 #pragma once
 
-#include "cpu/engine/vector.h"
+#include "engine/cpu/vector.h"
 #include "ops/shared/mask.h"
 
 namespace jaxnorm::cpu {

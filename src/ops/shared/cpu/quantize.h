@@ -4,7 +4,7 @@
 // does not survive every instruction that takes a maximum.
 #pragma once
 
-#include "cpu/engine/columns.h"
+#include "engine/cpu/columns.h"
 #include "ops/shared/quantization.h"
 
 namespace jaxnorm::cpu {

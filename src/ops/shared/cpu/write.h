@@ -1,9 +1,9 @@
 // An epilogue: writes rows of y.
 #pragma once
 
-#include "cpu/engine/columns.h"
-#include "cpu/engine/memory.h"
-#include "cpu/engine/weight.h"
+#include "engine/cpu/columns.h"
+#include "engine/cpu/memory.h"
+#include "engine/cpu/weight.h"
 
 namespace jaxnorm::cpu {
 namespace {

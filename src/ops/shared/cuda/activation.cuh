@@ -6,7 +6,7 @@
 //   A::through(d, v)      what passes of a cotangent d, all of it or nothing
 #pragma once
 
-#include "cuda/engine/vector.cuh"
+#include "engine/cuda/vector.cuh"
 #include "ops/shared/activation.h"
 
 namespace jaxnorm::cuda {

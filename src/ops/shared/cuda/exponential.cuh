@@ -1,7 +1,7 @@
 // Exponentials of logits.
 #pragma once
 
-#include "cuda/engine/ptx.cuh"
+#include "engine/cuda/ptx.cuh"
 
 namespace jaxnorm::cuda {
 

@@ -8,7 +8,7 @@
 //   shared_bytes(launch, ...)         on the host: prepares the launch of pipelines (RowsLaunch::with_pipelines)
 #pragma once
 
-#include "cuda/engine/row_loop.cuh"
+#include "engine/cuda/row_loop.cuh"
 
 namespace jaxnorm::cuda {
 

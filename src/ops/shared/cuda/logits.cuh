@@ -1,7 +1,7 @@
 // A row of logits, as a thread group reads it.
 #pragma once
 
-#include "cuda/engine/row_loop.cuh"
+#include "engine/cuda/row_loop.cuh"
 #include "ops/shared/cuda/logit_scale.cuh"
 #include "ops/shared/cuda/mask.cuh"
 

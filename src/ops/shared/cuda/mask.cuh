@@ -1,9 +1,9 @@
 // A mask on the device: which columns of a row count, a vector of them at a time.
 #pragma once
 
-#include "cuda/engine/row_map.cuh"
-#include "cuda/engine/tiling.cuh"
-#include "cuda/engine/vector.cuh"
+#include "engine/cuda/row_map.cuh"
+#include "engine/cuda/tiling.cuh"
+#include "engine/cuda/vector.cuh"
 #include "ops/shared/mask.h"
 
 namespace jaxnorm::cuda {

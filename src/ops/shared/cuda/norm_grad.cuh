@@ -1,7 +1,7 @@
 // The gradients of RMSNorm and LayerNorm.
 #pragma once
 
-#include "cuda/engine/grad_row.cuh"
+#include "engine/cuda/grad_row.cuh"
 #include "ops/norm/call.h"
 
 namespace jaxnorm::cuda {

@@ -4,7 +4,7 @@
 
 #include <cuda_fp8.h>
 
-#include "cuda/engine/fragment.cuh"
+#include "engine/cuda/fragment.cuh"
 #include "ops/shared/quantization.h"
 
 namespace jaxnorm::cuda {

@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "cuda/engine/launch.cuh"
+#include "engine/cuda/launch.cuh"
 #include "ops/shared/cuda/quantize.cuh"
 
 namespace jaxnorm::cuda {

@@ -1,7 +1,7 @@
 // Soft caps of logits: z = cap * tanh(x * scale / cap).
 #pragma once
 
-#include "cuda/engine/vector.cuh"
+#include "engine/cuda/vector.cuh"
 
 namespace jaxnorm::cuda {
 

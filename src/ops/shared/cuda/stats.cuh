@@ -7,7 +7,7 @@
 //   write(p, s, row)                 stores what the call wants of it
 #pragma once
 
-#include "cuda/engine/fragment.cuh"
+#include "engine/cuda/fragment.cuh"
 
 namespace jaxnorm::cuda {
 

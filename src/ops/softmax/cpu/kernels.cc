@@ -1,8 +1,8 @@
 // The rows of softmax and log-softmax, and their launches.
-#include "cpu/engine/grad_loop.h"
-#include "cpu/engine/isa.h"
-#include "cpu/engine/parallel.h"
-#include "cpu/engine/types.h"
+#include "engine/cpu/grad_loop.h"
+#include "engine/cpu/isa.h"
+#include "engine/cpu/parallel.h"
+#include "engine/cpu/types.h"
 #include "ops/shared/cpu/grad.h"
 #include "ops/shared/cpu/logits.h"
 #include "ops/softmax/call.h"

@@ -1,7 +1,7 @@
 // Rows of two arrays, both of which a thread has in registers between the sum of a row and its results.
 #pragma once
 
-#include "cuda/engine/fragment.cuh"
+#include "engine/cuda/fragment.cuh"
 
 namespace jaxnorm::cuda {
 

@@ -1,6 +1,6 @@
 // From a call of softmax or log-softmax to the code for its dtype, with a plan that is made once.
-#include "cuda/engine/device.h"
-#include "cuda/engine/dtypes.h"
+#include "engine/cuda/device.h"
+#include "engine/cuda/dtypes.h"
 #include "ops/softmax/cuda.h"
 
 namespace jaxnorm::cuda {

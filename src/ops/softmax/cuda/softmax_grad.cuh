@@ -1,7 +1,7 @@
 // The gradients of softmax and log-softmax: one sum over a row of two arrays, and dx from both and the sum.
 #pragma once
 
-#include "cuda/engine/row_loop.cuh"
+#include "engine/cuda/row_loop.cuh"
 #include "ops/shared/cuda/exponential.cuh"
 #include "ops/shared/cuda/mask.cuh"
 #include "ops/shared/logits.h"

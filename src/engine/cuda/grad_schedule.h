@@ -1,0 +1,72 @@
+// How the backward shares out rows among blocks, and what it keeps in its workspace.
+#pragma once
+
+#include <cstdint>
+#include <initializer_list>
+
+#include "engine/cuda/partials.h"
+#include "engine/cuda/plan.h"
+#include "operands.h"
+
+namespace jaxnorm::cuda {
+
+// Multiprocessors of an H100 or H200, for which numbers of blocks are chosen: a GPU's own would give its own order of
+// sums.
+constexpr int kMultiprocessors = 132;
+
+// A grid-stride schedule: each block, or cluster, goes through groups of neighbouring rows, one row for each of its
+// thread groups, that lie equally far apart, so that each thread group keeps its weight row. For that, the groups that
+// all blocks have at once
+//   have every weight row equally often, where neighbouring rows are of different ones;
+//   are, block by block, of one weight row, where neighbours are of the same (inner > 1). The rows of a weight row are
+//   counted for themselves then.
+// With the schedule goes the number of partial rows that the blocks leave, each of weight_rows.count * cols sums.
+struct RowSchedule {
+  int64_t blocks = 0, partial_rows = 0;
+  int64_t stride = 0, end = 0;  // rows from a group of a block to its next, and how many there are
+  int sums = 1;                 // of different weight rows, that a block leaves
+};
+
+// What a schedule follows from: how many blocks run at once, rows of a group, and how many partial rows there is room
+// for.
+struct ScheduleQuery {
+  int64_t blocks_at_once, rows;
+  RowMap weight_rows;
+  int block_rows;
+  int64_t room;
+};
+
+// Of less room than schedule_rows needs nothing is scheduled.
+int64_t least_partial_rows(RowMap weight_rows, int block_rows);
+RowSchedule schedule_rows(const ScheduleQuery& query);
+
+// How many blocks, or clusters, run at once: the same on every GPU, so that dscale is.
+int64_t grad_blocks_at_once(Dtype x, int64_t cols);
+
+// How many rows of blocks the kernel has that finishes rows in segments column by column, each with a partial row.
+int64_t rows_of_column_blocks(Dtype x, int64_t cols);
+
+// What a call computes that takes room.
+struct GradNeeds {
+  bool dscale, dbias;
+  int segments;  // a row, whose sums are kept; 0: none
+};
+
+// How a call goes about its rows, and where in its workspace is what: partial sums of dscale, then of dbias, then pairs
+// of sums of each segment of a row. In this order, parts of rows that vectors divide are as aligned as the workspace.
+struct GradRoom {
+  RowSchedule schedule;
+  Partials partials;
+  float* row_sums = nullptr;
+  int segments = 0;  // a row; of less room than they want, fewer and longer ones
+};
+
+// cudaErrorMemoryAllocation: there is too little room for one partial row of each weight, or one segment a row.
+// cudaErrorInvalidConfiguration: a grid cannot have so many blocks.
+cudaError_t make_room(const Workspace& workspace, const GradNeeds& needs, const Plan& plan, Dtype x, int64_t rows,
+                      int64_t cols, RowMap weight_rows, GradRoom& room);
+
+// How large a workspace a call wants, of any of these plans.
+WorkspaceSize grad_workspace(const WorkspaceQuery& query, std::initializer_list<Plan> plans);
+
+}  // namespace jaxnorm::cuda
