@@ -9,7 +9,7 @@ gives them together, and it runs again if one is missing. What the package's oth
 
 from typing import Any
 
-from jaxnorm.primitive.family import is_forward
+from jaxnorm.primitive import registry
 from jaxnorm.primitive.rules import NAMES, is_named
 
 __all__ = ["NAMES", "recompute_norms", "save_norms"]
@@ -31,4 +31,4 @@ def recompute_norms(prim: Any, *_: Any, **params: Any) -> bool:
     """
     # What is quantised stands in a function with a derivative of its own.
     inner = [eqn.primitive for eqn in params["call_jaxpr"].eqns] if "call_jaxpr" in params else []
-    return not any(map(is_forward, [prim, *inner])) and not is_named(prim, params)
+    return not any(registry.known(of).is_forward for of in (prim, *inner)) and not is_named(prim, params)

@@ -12,8 +12,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from jaxnorm.native import compat, ffi, source
 from jaxnorm.ops import misuse
 from jaxnorm.ops.options import around
-from jaxnorm.primitive import fallback
-from jaxnorm.primitive.described import DESCRIBERS, DIRECTIONS, Described
+from jaxnorm.primitive import decide, fallback, registry
+from jaxnorm.primitive.registry import DIRECTIONS, Described
 from jaxnorm.primitive.rules import leaves_of
 from jaxnorm.reports import Call, Explanation, Runs
 
@@ -53,7 +53,7 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
 
     def hear(formula: fallback.Formula) -> None:
         reason = f"{formula.reason}{_context(formula)}" if formula.reason == fallback.ASKED_FOR else formula.reason
-        call = Described(formula.name, formula.operands, formula.direction, lambda _: reason)
+        call = Described(formula.name, formula.operands, formula.direction, decide.Formula(reason))
         line = formula.line or caller
         found.append((line, _call(line, call)))
 
@@ -63,7 +63,7 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
         else:
             arrays, traceable = of_arrays(function, args, kwargs)
             traced = jax.jit(traceable).trace(arrays)
-    found += _bound(traced.jaxpr, caller)
+    found += [(line, _call(line, call)) for line, call in calls_in(traced.jaxpr, caller)]
     found.sort(key=lambda both: both[0] or ("",))
     return Explanation(dict.fromkeys(call for _, call in found))
 
@@ -91,15 +91,14 @@ def _in_words(value: Any) -> str:
     return f"{type(value).__name__}; {remedy}."
 
 
-def _bound(jaxpr: Any, outer: source.Line | None) -> Iterator[tuple[source.Line | None, Call]]:
+def calls_in(jaxpr: Any, outer: source.Line | None = None) -> Iterator[tuple[source.Line | None, Described]]:
     """The calls that are primitives, at any depth. Those in which there is no line of the user have the outer one."""
     for equation in jaxpr.eqns:
         line = source.line_of_user(equation.source_info.traceback) or outer
-        if equation.primitive in DESCRIBERS:
-            call = DESCRIBERS[equation.primitive](*(var.aval for var in equation.invars), **equation.params)
-            yield line, _call(line, call)
+        if describe := registry.known(equation.primitive).describe:
+            yield line, describe(*(var.aval for var in equation.invars), **equation.params)
         for inner in _jaxprs(equation.params.values()):
-            yield from _bound(inner, line)
+            yield from calls_in(inner, line)
 
 
 def _jaxprs(values: Iterable[Any]) -> Iterator[Any]:
@@ -115,7 +114,7 @@ def _call(line: source.Line | None, call: Described) -> Call:
     where = "unknown" if line is None else f"{os.path.relpath(line.file)}:{line.number} ({line.function})"
     platforms = dict.fromkeys((*ffi.PLATFORMS, compat.default_platform()))
     given = tuple(f"{name}: {_type(array)}" for name, array in leaves_of(call.operands) if name != "stats")
-    runs = tuple(_runs(platform, call.why_formula(platform), call.native_for) for platform in platforms)
+    runs = tuple(_runs(platform, call.call) for platform in platforms)
     return Call(where, call.name, DIRECTIONS[call.direction], given, runs)
 
 
@@ -130,10 +129,11 @@ def _context(formula: fallback.Formula) -> str:
     return asked.how if asked.implementation == "xla" else ""
 
 
-def _runs(platform: str, why: str | None, native_for: str | None) -> Runs:
-    if why:
-        return Runs(platform, "xla", why)
-    asked = f" and is asked for by {native_for}" if native_for else ""
+def _runs(platform: str, call: decide.Call) -> Runs:
+    decision = decide.decide(decide.Platform.here(platform), call)
+    if decision.why is not None:
+        return Runs(platform, "xla", decision.why)
+    asked = f" and is asked for by {call.native_for}" if call.native_for else ""
     return Runs(platform, "native", f"jaxnorm._{platform} has a kernel{asked}")
 
 

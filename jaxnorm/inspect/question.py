@@ -13,8 +13,8 @@ import numpy as np
 import jaxnorm
 from jaxnorm.inspect.explain import of_arrays
 from jaxnorm.ops import checks, misuse
-from jaxnorm.primitive import op, weights
-from jaxnorm.primitive.described import Function, Request
+from jaxnorm.primitive import registry, weights
+from jaxnorm.primitive.registry import Function, Request
 
 DESCRIPTION = "What jaxnorm is made of here, and what would run for a given array."
 
@@ -24,7 +24,7 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, Request]:
     options = parser.parse_args(arguments)
     if options.platform == "gpu":
         parser.error("--platform gpu is cuda or rocm here, as JAX lowers programs for one or the other")
-    _, function = op.functions()[options.op]
+    _, function = registry.functions()[options.op]
     options.shape = options.shape or function.shape
     if not 1 <= options.axes <= len(options.shape):
         parser.error(f"--axes is {options.axes}, expected 1 to {len(options.shape)}, the rank of --shape")
@@ -54,7 +54,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"jaxnorm {jaxnorm.__version__}")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
-        "--op", type=_op, default="rms_norm", metavar="FUNCTION", help=f"one of {', '.join(op.functions())}"
+        "--op", type=_op, default="rms_norm", metavar="FUNCTION", help=f"one of {', '.join(registry.functions())}"
     )
     parser.add_argument("--shape", type=_shape, help="x's shape, or that of the rows, as 4096x4096")
     parser.add_argument("--axes", type=int, default=1, help="how many trailing axes are normalised")
@@ -135,13 +135,13 @@ def _dtype(text: str) -> np.dtype[Any]:
     try:
         return np.dtype(jnp.dtype(text))
     except TypeError:
-        results = (dtype for _, function in op.functions().values() for dtype in function.out_dtypes or ())
+        results = (dtype for _, function in registry.functions().values() for dtype in function.out_dtypes or ())
         remedy = misuse.no_dtype(text, _names((*checks.DTYPES, *results)))
         raise argparse.ArgumentTypeError(f"{text!r} is no dtype; {remedy}") from None
 
 
 def _op(text: str) -> str:
-    if text not in (known := op.functions()):
+    if text not in (known := registry.functions()):
         raise argparse.ArgumentTypeError(f"{text!r} is no function; {misuse.did_you_mean(text, known)}")
     return text
 
@@ -162,7 +162,7 @@ def parameters(function: str) -> Mapping[str, inspect.Parameter]:
 
 def described(function: str, request: Request) -> dict[str, Any]:
     """The call, for a report."""
-    _, how = op.functions()[function]
+    _, how = registry.functions()[function]
     return {
         "op": function,
         "shape": request.shape,
@@ -176,7 +176,7 @@ def described(function: str, request: Request) -> dict[str, Any]:
 
 
 def in_words(norm: dict[str, Any]) -> str:
-    _, how = op.functions()[norm["op"]]
+    _, how = registry.functions()[norm["op"]]
     shape, scale_shape = ("x".join(map(str, norm[name])) for name in ("shape", "scale_shape"))
     axes = "axis" if norm["axes"] == 1 else f"{norm['axes']} axes"
     scale = f", scale[{scale_shape}]," if len(norm["scale_shape"]) > norm["axes"] else ""

@@ -11,8 +11,10 @@ from typing import Any
 from jaxnorm.inspect import explain, plan_page, question
 from jaxnorm.native import compat, ffi
 from jaxnorm.ops.options import Choice, around
-from jaxnorm.primitive import fallback, op, reasons, weights
-from jaxnorm.primitive.described import Request
+from jaxnorm.primitive import fallback, op, registry, weights
+from jaxnorm.primitive.decide import Call, Decision, Platform, decide
+from jaxnorm.primitive.reasons import RowCall
+from jaxnorm.primitive.registry import Request
 
 WAYS: tuple[op.Way, ...] = ("forward", "backward")
 ALONE = "forward without a gradient"
@@ -50,42 +52,40 @@ def native_modules() -> Report:
 
 def call(function: str, request: Request, platform: str) -> Report:
     """What runs for such a call of a public function, each way, and why."""
-    of_function, how = op.functions()[function]
-    asked = None if of_function is None else reasons.Call(of_function, *how.request(request))
-    if asked is None:
-        reason = how.why_formula(platform, request)
-    else:
-        reason = reasons.why_not(call=asked, place=reasons.Place(platform, asked.op.has_kernels))
-    implementation, why = "native", f"jaxnorm._{platform} is loaded and has kernels for these dtypes"
+    of_function, how = registry.functions()[function]
     chosen = around(function) if "implementation" in question.parameters(function) else Choice()
     if how.by_xla:
         chosen = Choice(*[chosen.backward if how.by_xla[0] == "forward" else chosen.forward] * 2)
+    asked: Call | None = how.call(request) if how.call else None
+    ways: dict[str, Call] = {}
+    if of_function is not None:
+        spec, operands = how.request(request)
+        spec = dataclasses.replace(spec, **(chosen.asks(function) if chosen.implementation is None else {}))
+        asked = RowCall.of(of_function, spec, operands)
+        ways = {"forward": asked, "backward": RowCall.of(of_function, spec, operands, "backward")}
+        ways[ALONE] = RowCall.of(of_function, spec, operands, differentiated=False)
+    here = Platform.here(platform)
+    decision = decide(here, asked) if asked is not None else Decision("native")
+    implementation, why = "native", f"jaxnorm._{platform} is loaded and has kernels for these dtypes"
     if chosen.implementation == "xla":
         implementation, why = "xla", f"{fallback.ASKED_FOR}{chosen.forward.how}"
-    elif reason is not None:
-        implementation, why = "xla" if chosen.implementation is None else "an error", reason
+    elif decision.why is not None and not (ways and decision.stage == "chosen"):
+        implementation, why = "xla" if chosen.implementation is None else "an error", decision.why
     report = question.described(function, request)
     report |= {"platform": platform, "implementation": implementation, "why": why}
     if implementation == "native" and how.by_xla:
         way, why = how.by_xla
         report["slower"] = {way: why} | ({ALONE: why} if way == "forward" else {})
-    if implementation == "native" and asked is not None and asked.op.native is not None:
+    if implementation == "native" and of_function is not None and of_function.native is not None:
+        plan = of_function.native.plan
         if chosen.implementation is None:
-            report["slower"] = slower = _slower(asked, platform, chosen.asks(function))
-            if not asked.op.native.plan and len(slower) == len(WAYS) + 1:
+            decisions = {way: decide(here, of_way) for way, of_way in ways.items()}
+            report["slower"] = slower = {way: one.why for way, one in decisions.items() if one.why is not None}
+            if not plan and len(slower) == len(ways):
                 report |= {"implementation": "xla", "why": slower["forward"]}
-        if platform == "cuda" and asked.op.native.plan:
-            report |= _plans(request, asked.op.native.plan(asked.spec, asked.operands))
+        if platform == "cuda" and plan:
+            report |= _plans(request, plan(spec, operands))
     return report
-
-
-def _slower(call: reasons.Call, platform: str, asks: dict[str, Any]) -> dict[str, str]:
-    """Why XLA's code for the formula is faster, or asked for, each way in which it is."""
-    call = call._replace(spec=dataclasses.replace(call.spec, **asks))
-    calls: dict[str, op.CallRows] = {way: call.rows(platform, way) for way in WAYS}
-    calls[ALONE] = call.rows(platform, "forward", differentiated=False)
-    ways = {way: reasons.left_out(call.op, call.spec, rows) for way, rows in calls.items()}
-    return {way: reason for way, reason in ways.items() if reason}
 
 
 def _plans(request: Request, how: dict[str, Any]) -> Report:
@@ -141,7 +141,7 @@ def call_in_words(norm: Report, why: str) -> str:
 
 def _ways_in_words(norm: Report) -> Iterator[str]:
     """What runs each way, where that is not the same or has a plan."""
-    of_function, _ = op.functions()[norm["op"]]
+    of_function, _ = registry.functions()[norm["op"]]
     by_convention = of_function is not None and of_function.convention is not None
     slower, plans = norm.get("slower", {}), norm.get("plans", {})
     for way in WAYS if norm["implementation"] == "native" and (slower or plans) else ():

@@ -13,7 +13,7 @@ from jaxnorm.inspect.explain import explain
 from jaxnorm.inspect.tuned import Trial, Tuned, Where, as_mapping, calls_of, devices_of
 from jaxnorm.native import compat, ffi
 from jaxnorm.ops import options
-from jaxnorm.primitive import op
+from jaxnorm.primitive import registry
 from jaxnorm.reports import Call, Explanation
 
 NO_CALL = "no function of jaxnorm is in this program"
@@ -136,7 +136,7 @@ def _why_nothing(calls: Explanation, free: Free, platform: str) -> str:
 def _others(calls: Sequence[Call], one: tuple[str, str], free: Free, platform: str) -> list[options.Implementation]:
     """What the default rules do not choose for all of the calls that a function makes in a direction."""
     function, direction = one
-    of_function = op.REGISTRY.get(function)
+    of_function = registry.OPS.get(function)
     rows = [call for call in calls if (call.name, call.direction) == one]
     if not rows and of_function is not None and of_function.calls_others:  # each way, within its forward
         rows = [call for call in calls if call.name == function]

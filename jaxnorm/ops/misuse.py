@@ -10,6 +10,8 @@ from typing import Any, NoReturn, TypeVar, cast
 import jax
 import numpy as np
 
+from jaxnorm.primitive.registry import SIGNATURES
+
 F = TypeVar("F", bound=Callable[..., Any])
 Parameters = Mapping[str, inspect.Parameter]
 
@@ -140,13 +142,11 @@ FACTOR = "it is an array of x's features or of x's shape"
 PAIRS = ("gated_activation", "gated_activation_quantized")  # functions of a pair, which is a tuple
 ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth")
 
-_functions: dict[str, Parameters] = {}
-
 
 def explained(function: F) -> F:
     """The function, whose error says what was meant where a call does not fit its signature."""
     name, parameters = function.__name__, inspect.signature(function).parameters
-    _functions[name] = parameters
+    SIGNATURES[name] = parameters
 
     @functools.wraps(function)
     def called(*args: Any, **keywords: Any) -> Any:
@@ -203,7 +203,7 @@ def _meant(name: str, parameters: Parameters, keyword: str) -> str:
         argument = ours = f"{keyword}s"
     if argument in parameters:
         return f"did you mean {ours}?"
-    if name not in _functions:  # but a layer
+    if name not in SIGNATURES:  # but a layer
         return did_you_mean(keyword, parameters, "some")
     if argument == "out_dtype" and "quantization" in parameters:
         return f"{name} has no {keyword}: {INSTEAD[argument]}."
@@ -241,7 +241,7 @@ def are_related(name: str, other: str) -> bool:
 
 def having(argument: str) -> list[str]:
     """The functions with an argument of this name."""
-    return sorted(function for function, parameters in _functions.items() if argument in parameters)
+    return sorted(function for function, parameters in SIGNATURES.items() if argument in parameters)
 
 
 def did_you_mean(name: str, known: Iterable[str], how_many: str = "one") -> str:
@@ -256,7 +256,7 @@ def _surplus(name: str, parameters: Parameters, place: int, value: object) -> st
     """What the array or number in this place, which is one too many, may have been."""
     by_name = [argument for argument in parameters if argument not in _positional(parameters)]
     pass_others = f"Pass the others by name: {', '.join(by_name)}."
-    if name not in _functions:  # but a layer
+    if name not in SIGNATURES:  # but a layer
         return pass_others
     if name in PAIRS and place == 2 and not isinstance(value, str) and not is_number(value):
         return pair(name)
@@ -272,7 +272,7 @@ def _surplus(name: str, parameters: Parameters, place: int, value: object) -> st
         if argument in by_name:
             hints.append(f"{meant} pass {argument}=...")
         elif argument not in parameters:
-            positional = {other: _positional(of) for other, of in _functions.items() if are_related(name, other)}
+            positional = {other: _positional(of) for other, of in SIGNATURES.items() if are_related(name, other)}
             calls = (f"{other}({', '.join(of)})" for other, of in positional.items() if argument in of)
             hints += [f"{meant} use {call}." for call in calls]
     return " ".join(hints or [pass_others])
@@ -333,7 +333,7 @@ def no_weight(function: str, name: str, shape: tuple[Any, ...], x_shape: tuple[A
         return f"A number: did you mean {' or '.join(f'{other}=...' for other in NUMBERS)}?"
     if len(x_shape) == 1 < len(shape) and shape[-1:] == x_shape:
         return f"Are x and {name} in each other's place?"
-    if "axis" not in _functions.get(function, {}):
+    if "axis" not in SIGNATURES.get(function, {}):
         return f"Reshape {name}."
     axes = [axis for axis, length in enumerate(x_shape) if shape == (length,)]
     return f"Reshape {name}, or change axis.{fitting('axis', axes)}"

@@ -7,15 +7,17 @@ result's cotangent comes before what is saved, and those of other results after 
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import jax
 from jax.interpreters import ad, mlir
 
 from jaxnorm.native import compat, ffi
-from jaxnorm.primitive import fallback, reasons, weights
+from jaxnorm.primitive import fallback, weights
+from jaxnorm.primitive.batching import CASES, Batched, Case
 from jaxnorm.primitive.op import AnyOp, BatchDims, Derivative, Record, rows_and_cols
-from jaxnorm.primitive.rules import Rules, all_none, at_front, bind, has, leaves_of, present
+from jaxnorm.primitive.reasons import RowCall
+from jaxnorm.primitive.rules import all_none, at_front, bind, has, leaves_of, present
 from jaxnorm.primitive.spec import RowSpec
 from jaxnorm.sharding import dims
 from jaxnorm.sharding.dims import CallMaps, DimMap
@@ -29,7 +31,7 @@ class Transposed(Protocol):
     def bind(self, spec: RowSpec, saved: Record, dots: Record, *, with_sum: bool) -> Any: ...
 
 
-class Backward(Rules):
+class Backward(Batched):
     def __init__(self, op: AnyOp, derivative: Derivative[Any, Any, Any], linear: Transposed) -> None:
         super().__init__(op, "backward")
         self.derivative = derivative
@@ -126,13 +128,10 @@ class Backward(Rules):
         pairs = [(getattr(places, a), b) for a, b in self.derivative.in_place.items() if b in wanted]
         return {place: wanted.index(name) for place, name in pairs if compat.is_computed(values[place])}
 
-    def slower(
-        self, platform: str, *types: Any, tree: Any, spec: RowSpec, wanted: Any, batch_dims: BatchDims
-    ) -> str | None:
+    def call(self, *types: Any, tree: Any, spec: RowSpec, wanted: Any, batch_dims: BatchDims) -> RowCall:
         cotangents, saved = self._operands(tree, types)
         adds = self.op.addend is not None and not all_none(cotangents[1:])
-        rows = reasons.call_rows(spec, self._x(cotangents, saved), platform, "backward", adds=adds)
-        return reasons.not_here(self.op, spec, rows)
+        return RowCall(self.op, spec, "backward", self._x(cotangents, saved), adds)
 
     def dim_maps(self, places: Any, *, spec: RowSpec, wanted: Any, batch_dims: BatchDims) -> CallMaps:
         """Those of the operands, whose types these are, and of the results."""
@@ -162,76 +161,72 @@ class Backward(Rules):
 
     def batch(self, leaves: Any, axes: Any, *, tree: Any, spec: RowSpec, wanted: Any, batch_dims: BatchDims) -> Any:
         params: dict[str, Any] = {"tree": tree, "spec": spec, "wanted": wanted, "batch_dims": batch_dims}
+        by_formula = functools.partial(self.batch_formula, leaves, axes, **params)
         (cotangents, saved), (of_cotangents, of_saved) = self._operands(tree, leaves), self._operands(tree, axes)
-        # What all examples share is computed once by the formula.
         if saved[0] is not None and not self.rows_of(of_saved):
-            return self.batch_formula(leaves, axes, **params)
+            return by_formula()
         rows = list(filter(self.is_row, saved._fields))
         pairs = ((cotangents, of_cotangents, cotangents._fields), (saved, of_saved, rows))
         given = [(name, getattr(of, name), getattr(axes, name)) for of, axes, names in pairs for name in names]
-        gradients = {name for name, _ in leaves_of(self.derivative.variables(*wanted))}
-        folded = self.fold(given, len(cotangents), gradients)
+        variables = self.derivative.variables(*wanted)
+        folded = self.fold(given, len(cotangents), {name for name, _ in leaves_of(variables)})
         cotangents = self.op.results(*folded[: len(cotangents)])
         saved = saved._replace(**dict(zip(rows, folded[len(cotangents) :], strict=True)))
         x = self._x(cotangents, saved)
-        whole = weights.batch_dims_in_front(x, 0, spec.row_ndim, batch_dims) if self.op.weights_batch else None
+        # The batch dims of weights that each example has for itself, if kernels take them.
+        own = weights.batch_dims_in_front(x, 0, spec.row_ndim, batch_dims) if self.op.weights_batch else None
         others = [name for name, _ in leaves_of(of_saved) if not self.is_row(name)]
-        if self.is_scattered(saved) or (others and (whole is None or not all(map(self.is_weight, others)))):
-            return self.batch_formula(leaves, axes, **params)
-        example = Example(spec, self.derivative.variables(*wanted), batch_dims)
-        return at_front(self._batch(example, cotangents, saved, of_saved, whole))
-
-    def _batch(
-        self, example: "Example", cotangents: Any, saved: Record, axes: Any, whole: BatchDims | None
-    ) -> list[Any]:
-        """The gradients of examples whose rows are folded; weights have their batch along these axes.
-
-        `whole` are the batch dims of weights that each example has for itself, if kernels take them: sums over the rows
-        of each example, not of all, are those for each head then.
-        """
-        spec, wanted, batch_dims = example
-        x = self._x(cotangents, saved)
-        kept = [name for name in saved._fields if not self.is_row(name)]
-        of_rows, of_sums = (
-            wanted._replace(**{name: None for name in wanted._fields if self.is_row(name) is not rows})
-            for rows in (True, False)
-        )
-        # Of one row there is no sum to be made.
-        one_row = whole is not None and math.prod(x.shape[: -spec.row_ndim]) == math.prod(whole)
-        may_be_native = (
-            whole is not None and not one_row and all(self.is_weight(name) for name, _ in leaves_of(of_sums))
-        )
-        sums_are_native = may_be_native and not all_none(of_sums)
-        native = wanted if sums_are_native else of_rows
+        if self.is_scattered(saved) or (others and (own is None or not all(map(self.is_weight, others)))):
+            return by_formula()
+        of_rows, of_sums = (self._only(variables, rows=rows) for rows in (True, False))
+        case = self._case(of_sums, own, math.prod(x.shape[: -spec.row_ndim]), has_weights=bool(others))
+        native = variables if case.sums == "native" else of_rows
         gradients = self.derivative.variables()
         if not all_none(native):
-            moving = any(getattr(axes, name) is not None for name in kept)
-            dims_of_call = whole if whole is not None and (sums_are_native or moving) else batch_dims
-            in_front = {
-                name: weights.in_front(getattr(saved, name), getattr(axes, name), x.ndim)
-                for name in filter(self.is_weight, kept)
-            }
-            in_call = {
-                name: weights.with_batch_dims(jax.typeof(x), dims_of_call, spec.row_ndim, weight)
-                for name, weight in in_front.items()
-            }
-            gradients = self.bind(spec, cotangents, saved._replace(**in_call), wanted=native, batch_dims=dims_of_call)
-        if sums_are_native:
+            dims_of_call = own if case.has_weights and own is not None else batch_dims
+            whole = self._with_batch_dims(spec, x, saved, of_saved, dims_of_call)
+            gradients = self.bind(spec, cotangents, whole, wanted=native, batch_dims=dims_of_call)
+        if case.sums == "native":
             shape = (-1, *batch_dims, *x.shape[-spec.row_ndim :])
             sums = {name: array.reshape(shape) for name, array in leaves_of(gradients) if self.is_weight(name)}
-        elif all_none(of_sums):
-            sums = {}
-        else:
-            why = "a sum over the rows of each example of jax.vmap has no kernel"
-            fallback.traced(self.op, spec, saved, "backward", lambda: why)
-            in_axes = jax.tree.map(lambda _: 0, saved)._replace(**{name: getattr(axes, name) for name in kept})
+            gradients = gradients._replace(**sums)
+        elif case.sums == "formula":
+            of_examples = self._sums_of_examples(spec, cotangents, saved, of_saved, of_sums, batch_dims)
+            gradients = gradients._replace(**dict(leaves_of(of_examples)))
+        return at_front(present(gradients))
 
-            def formula(cotangents: Any, saved: Record) -> Any:
-                return self.derivative.backward(spec, cotangents, saved, of_sums, batch_dims)
+    def _only(self, variables: Record, *, rows: bool) -> Any:
+        """The gradients that have rows, or those that are sums over them."""
+        return variables._replace(**{name: None for name in variables._fields if self.is_row(name) is not rows})
 
-            of_examples = jax.vmap(formula, in_axes=(jax.tree.map(lambda _: 0, cotangents), in_axes))
-            sums = dict(leaves_of(of_examples(cotangents, saved)))
-        return present(gradients._replace(**sums))
+    def _case(self, sums: Record, own: BatchDims | None, rows: int, *, has_weights: bool) -> Case:
+        """Of these sums, and so many rows of all examples; has_weights: an example has weights for itself."""
+        how = None if all_none(sums) else "formula"
+        if how and own is not None and rows != math.prod(own) and all(self.is_weight(n) for n, _ in leaves_of(sums)):
+            how = "native"
+        facts = has_weights or how == "native", how
+        return next(case for case in CASES if (case.has_weights, case.sums) == facts)
+
+    def _with_batch_dims(self, spec: RowSpec, x: Any, saved: Record, axes: Record, batch_dims: BatchDims) -> Any:
+        """What is saved, with weights of these batch dims, whose batch goes along these axes."""
+        whole = {}
+        for name in filter(self.is_weight, saved._fields):
+            weight = weights.in_front(getattr(saved, name), getattr(axes, name), x.ndim)
+            whole[name] = weights.with_batch_dims(jax.typeof(x), batch_dims, spec.row_ndim, weight)
+        return saved._replace(**whole)
+
+    def _sums_of_examples(
+        self, spec: RowSpec, cotangents: Record, saved: Record, axes: Record, wanted: Any, batch_dims: BatchDims
+    ) -> Any:
+        why = "a sum over the rows of each example of jax.vmap has no kernel"
+        fallback.traced(self.op, spec, saved, "backward", lambda: why)
+        kept = {name: getattr(axes, name) for name in saved._fields if not self.is_row(name)}
+        in_axes = jax.tree.map(lambda _: 0, cotangents), jax.tree.map(lambda _: 0, saved)._replace(**kept)
+
+        def formula(cotangents: Any, saved: Record) -> Any:
+            return self.derivative.backward(spec, cotangents, saved, wanted, batch_dims)
+
+        return jax.vmap(formula, in_axes=in_axes)(cotangents, saved)
 
     def jvp(self, primals: Any, dots: Any, **params: Any) -> Any:
         return self.jvp_of_formula(primals, dots, **params)
@@ -248,11 +243,3 @@ class Backward(Rules):
         bars = self.linear.bind(spec, saved, dots, with_sum=with_sum)
         first, *others = (bar for bar, given in zip(bars, of_results, strict=True) if given is not None)
         return [first, *(None for _ in jax.tree.leaves(saved)), *others]
-
-
-class Example(NamedTuple):
-    """The parameters of `backward` for one example of a batch."""
-
-    spec: RowSpec
-    wanted: Any
-    batch_dims: BatchDims

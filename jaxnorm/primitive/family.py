@@ -16,20 +16,13 @@ import jax
 import numpy as np
 from jax import lax
 
-from jaxnorm.native import compat
-from jaxnorm.primitive import fallback, lowering, reasons
+from jaxnorm.native import compat, ffi
+from jaxnorm.primitive import fallback, lowering, reasons, registry
 from jaxnorm.primitive.backward import Backward
 from jaxnorm.primitive.forward import Forward
 from jaxnorm.primitive.linear import Linear
-from jaxnorm.primitive.op import BatchDims, O, Op, R, Record, S, Statistics, register
-from jaxnorm.sharding import partition, text
-
-_forwards: set[Any] = set()
-
-
-def is_forward(primitive: Any) -> bool:
-    """Whether a primitive is the forward of an op."""
-    return primitive in _forwards
+from jaxnorm.primitive.op import BatchDims, O, Op, R, Record, S, Statistics
+from jaxnorm.sharding import partition
 
 
 class Family(Generic[S, O, R]):
@@ -44,20 +37,14 @@ class Family(Generic[S, O, R]):
             partition.register(rule.primitive, rule.dim_maps, op.can_shard)
             native = rule.native if op.native is not None else rule.by_formula if op.calls_others else None
             in_place = rule.abstract if isinstance(rule, Backward) and rule.derivative.in_place else None
-            lowering.register(
-                rule.primitive,
-                rule.formula,
-                native,
-                rule.formula_of_shard,
-                rule.slower,
-                direction=rule.direction,
-                in_place=in_place,
-            )
+            lowering.register(rule.primitive, rule.formula, native, rule.call, rule.formula_of_shard, in_place=in_place)
         if linear is not None:
             lowering.register_formula(linear.primitive, linear.formula)
-        text.register_types(op.spec, *op.static_types)
-        register(op)
-        _forwards.add(self._forward.primitive)
+        registry.add_types(op.spec, *op.static_types)
+        registry.add_op(op)
+        registry.entry(self._forward.primitive).is_forward = True
+        if op.native is not None:
+            ffi.allow_export(op.native.targets)
 
     def wants_primitive(self, spec: S, operands: O, implementation: str | None) -> bool:
         """Whether `implementation` asks for the primitive, or allows it where some platform has a kernel."""
@@ -127,4 +114,4 @@ class Family(Generic[S, O, R]):
 
     def why_not(self, spec: S, operands: O) -> str | None:
         """Why no platform has a kernel for such a call; None if one has."""
-        return reasons.why_not(call=reasons.Call(self.op, spec, jax.tree.map(jax.typeof, operands)))
+        return reasons.why_nowhere(reasons.Traced(self.op, spec, jax.tree.map(jax.typeof, operands)))

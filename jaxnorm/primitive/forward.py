@@ -10,12 +10,13 @@ import jax.numpy as jnp
 from jax.interpreters import ad, mlir
 
 from jaxnorm.native import ffi
-from jaxnorm.primitive import lowering, reasons, weights
+from jaxnorm.primitive import lowering, weights
 from jaxnorm.primitive.addend import add
+from jaxnorm.primitive.batching import Batched
 from jaxnorm.primitive.linear import Linear
 from jaxnorm.primitive.op import AnyOp, Record, Statistics, rows_and_cols
+from jaxnorm.primitive.reasons import RowCall
 from jaxnorm.primitive.rules import (
-    Rules,
     all_none,
     at_front,
     bind,
@@ -36,7 +37,7 @@ def _without(spec: RowSpec, results: Record) -> Any:
     return results._replace(**dict.fromkeys(spec.omitted))
 
 
-class Forward(Rules):
+class Forward(Batched):
     def __init__(self, op: AnyOp, linear: Linear | None) -> None:
         super().__init__(op, "forward")
         drop_unread(self.primitive, self._without_unread)
@@ -138,9 +139,10 @@ class Forward(Rules):
         names = [name for name, _ in leaves_of(self._types(spec, operands))]
         return names.index(convention.carrier) if convention and convention.carrier in names else None
 
-    def slower(self, platform: str, *types: Any, tree: Any, spec: RowSpec, with_stats: bool) -> str | None:
-        call = reasons.Call(self.op, spec, self._operands(tree, types))
-        return reasons.not_here(self.op, spec, call.rows(platform, "forward", differentiated=with_stats))
+    def call(self, *types: Any, tree: Any, spec: RowSpec, with_stats: bool) -> RowCall:
+        operands = self._operands(tree, types)
+        adds = self._addend(operands) is not None
+        return RowCall(self.op, spec, "forward", self._normalised(operands), adds, with_stats)
 
     def _addend(self, operands: Record) -> Any:
         return getattr(operands, self.op.addend) if self.op.addend else None

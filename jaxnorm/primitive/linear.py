@@ -13,12 +13,14 @@ from jax.interpreters import ad
 
 from jaxnorm.primitive import weights
 from jaxnorm.primitive.backward import Backward
+from jaxnorm.primitive.batching import Batched
 from jaxnorm.primitive.op import AnyOp, Derivative, Record
-from jaxnorm.primitive.rules import Rules, all_none, at_front, bind, leaves_of
+from jaxnorm.primitive.reasons import RowCall
+from jaxnorm.primitive.rules import all_none, at_front, bind, leaves_of
 from jaxnorm.primitive.spec import RowSpec
 
 
-class Linear(Rules):
+class Linear(Batched):
     def __init__(self, op: AnyOp, derivative: Derivative[Any, Any, Any]) -> None:
         super().__init__(op, "linear")
         self.derivative = derivative
@@ -54,6 +56,9 @@ class Linear(Rules):
 
     def abstract(self, *leaves: Any, tree: Any, spec: RowSpec, with_sum: bool) -> list[Any]:
         return jax.tree.leaves(self._types(spec, *self._operands(tree, leaves), with_sum=with_sum))
+
+    def call(self, *types: Any, tree: Any, spec: RowSpec, with_sum: bool) -> RowCall:
+        return RowCall(self.op, spec, "linear", types[0])
 
     def formula(self, *leaves: Any, tree: Any, spec: RowSpec, with_sum: bool) -> list[jax.Array]:
         saved, dots = self._operands(tree, leaves)

@@ -1,6 +1,6 @@
 """How primitives become code: native calls where there are kernels, the formula in jax.numpy elsewhere."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -8,8 +8,9 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from jaxnorm.native import compat, ffi
-from jaxnorm.primitive import fallback, reasons
+from jaxnorm.native import ffi
+from jaxnorm.primitive import fallback, registry
+from jaxnorm.primitive.decide import Call, Platform, Program, cannot_compile, decide
 from jaxnorm.primitive.spec import Spec
 from jaxnorm.sharding import partition
 
@@ -20,57 +21,41 @@ class NativeRule(Protocol):
     def __call__(self, platform: str, ctx: Any, *operands: Any, **params: Any) -> Sequence[Any]: ...
 
 
-class SlowerRule(Protocol):
-    def __call__(self, platform: str, *types: Any, **params: Any) -> str | None: ...
-
-
 def register(
     primitive: Primitive,
     formula: Formula,
     native: NativeRule | None,
+    call: Callable[..., Call],
     of_shard: Formula | None = None,
-    slower: SlowerRule | None = None,
     *,
-    direction: str = "forward",
     in_place: Callable[..., Any] | None = None,
-    splits: bool = False,
 ) -> None:
-    """Lowers a primitive, one of whose parameters is a `Spec`, to its native call on the platforms that have one.
+    """Lowers a primitive as is decided of its call on each platform. One of its parameters may be a `Spec`.
 
-    None is for a primitive without kernels. Where rows have sharded axes, of_shard computes a device's shard; None is
-    the formula. In a program for several devices the call is one that XLA partitions, if
-    `jaxnorm.sharding.partition.register` was told how, and else the formula. slower says why XLA's code runs all the
-    same, by the lengths of the operands or as it is asked for; of a call that must be native in this direction it says
-    why it cannot be. in_place, the abstract evaluation, is for a native rule that asks where an operand comes from.
-    splits: the native rule is for a program for several devices, too.
+    `call` tells of the call by the types of its operands and its parameters. `native` is the rule for one device, None
+    for a primitive without kernels; in a program for several devices XLA splits the call as
+    `jaxnorm.sharding.partition.register` was told. Where rows have sharded axes, of_shard computes a device's shard;
+    None is the formula. in_place, the abstract evaluation, is for a native rule that asks where an operand comes from.
     """
     lower_formula = mlir.lower_fun(formula)
     lower_shard = mlir.lower_fun(of_shard or formula)
 
-    def rule(platform: str) -> Callable[..., Any]:
-        def lower(ctx: Any, *operands: Any, spec: Spec, **params: Any) -> Any:
-            if spec.shards is not None:
-                return lower_shard(ctx, *operands, spec=spec, **params)
-            program = reasons.Program(ctx, splits or partition.is_registered(primitive))
-            reason = reasons.why_not(place=reasons.Place(platform, native is not None), program=program)
-            native_for = spec.native_in(direction)
-            if native is None or reason is not None:
-                if native_for and reason is not None:
-                    raise reasons.cannot_compile(native_for, platform, reason)
-                if native is not None and reason is not None:
-                    fallback.lowered(primitive.name, platform, reason, getattr(ctx, "traceback", None))
-                return lower_formula(ctx, *operands, spec=spec, **params)
-            is_split = compat.is_split_by_xla(ctx)
-            if slower and (reason := slower(platform, *ctx.avals_in, spec=spec, **params)):
-                if not native_for:
-                    return lower_formula(ctx, *operands, spec=spec, **params)
-                if not is_split:  # a device's shard may have its kernel
-                    raise reasons.cannot_compile(native_for, platform, reason)
-            if is_split and not splits:
-                return partition.lower(
-                    platform, primitive, ctx, *operands, in_place=bool(in_place), spec=spec, **params
-                )
-            return native(platform, ctx, *operands, spec=spec, **params)
+    def rule(name: str) -> Callable[..., Any]:
+        def lower(ctx: Any, *operands: Any, **params: Any) -> Any:
+            spec: Spec | None = params.get("spec")
+            if spec is not None and spec.shards is not None:
+                return lower_shard(ctx, *operands, **params)
+            platform, asked = Platform.here(name), call(*ctx.avals_in, **params)
+            how, why, stage = decide(platform, asked, Program.of(ctx))
+            if how == "error":
+                raise cannot_compile(str(asked.native_for), name, str(why))
+            if how == "split":
+                return partition.lower(name, primitive, ctx, *operands, in_place=bool(in_place), **params)
+            if how == "native" and native is not None:
+                return native(name, ctx, *operands, **params)
+            if why is not None and (stage == "program" or why == platform.lacks):
+                fallback.lowered(primitive.name, name, why, getattr(ctx, "traceback", None))
+            return lower_formula(ctx, *operands, **params)
 
         return lower
 
@@ -121,22 +106,23 @@ def replaced(function: Callable[..., list[Any]], ctx: Any, values: Sequence[Any]
     return ctx.replace(avals_in=avals), tuple(mlir.lower_fun(function)(ctx.replace(avals_out=avals), *values))
 
 
+class _Inner(Call):
+    """A call that is only bound while another is lowered, about which is decided before."""
+
+    def __init__(self, platforms: tuple[str, ...], *, is_partitionable: bool) -> None:
+        self.platforms, self.is_partitionable = platforms, is_partitionable
+
+
 def register_inner(
-    primitive: Primitive, formula: Formula, native: Callable[..., Any], platforms: Iterable[str]
+    primitive: Primitive, formula: Formula, native: Callable[..., Any], platforms: tuple[str, ...]
 ) -> None:
-    """Lowers a primitive that is only bound while another is lowered: natively wherever one of the platforms has it."""
-    lower_formula = mlir.lower_fun(formula)
-    mlir.register_lowering(primitive, lower_formula)
+    """The same of a primitive that is only bound while another is lowered: its kernel wherever there is one."""
 
-    def rule(platform: str) -> Callable[..., Any]:
-        def lower(ctx: Any, *operands: Any, **params: Any) -> Any:
-            if ffi.why_unfit(platform):
-                return lower_formula(ctx, *operands, **params)
-            if compat.is_split_by_xla(ctx):
-                return partition.lower(platform, primitive, ctx, *operands, in_place=False, **params)
-            return native(ctx, *operands, **params)
+    def call(*_: Any, **params: Any) -> Call:
+        return _Inner(platforms, is_partitionable=registry.known(primitive).partitionable is not None)
 
-        return lower
+    def rule(platform: str, ctx: Any, *operands: Any, **params: Any) -> Sequence[Any]:
+        values: Sequence[Any] = native(ctx, *operands, **params)
+        return values
 
-    for platform in filter(ffi.available, platforms):
-        mlir.register_lowering(primitive, rule(platform), platform=platform)
+    register(primitive, formula, rule, call)

@@ -15,9 +15,8 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 import jax
 import numpy as np
 
-from jaxnorm.native import ffi
-from jaxnorm.primitive import broadcast
-from jaxnorm.primitive.described import WITHOUT_OP, Function
+from jaxnorm.primitive import broadcast, registry
+from jaxnorm.primitive.registry import Function
 from jaxnorm.primitive.spec import RowSpec
 from jaxnorm.sharding import dims
 from jaxnorm.sharding.dims import DimMap
@@ -221,26 +220,11 @@ class Op(Generic[S, O, R]):
 
 
 AnyOp = Op[Any, Any, Any]
-REGISTRY: dict[str, AnyOp] = {}
-
-
-def register(op: AnyOp) -> None:
-    if op.name in REGISTRY:
-        raise ValueError(f"an op {op.name!r} is registered already; give this one another name.")
-    REGISTRY[op.name] = op
-    if op.native is not None:
-        ffi.allow_export(op.native.targets)
-
-
-def functions() -> dict[str, tuple[AnyOp | None, Function]]:
-    """Every public function with its op, if it has one, in the alphabet's order."""
-    of_ops = {function.name: (op, function) for op in REGISTRY.values() for function in op.functions}
-    return dict(sorted((of_ops | {function.name: (None, function) for function in WITHOUT_OP}).items()))
 
 
 def public_name(op: AnyOp, spec: RowSpec, arrays: Record) -> str:
     """The name of the function that such a call is one of, by its operands or the cotangents of its results."""
-    known = functions()
+    known = registry.functions()
     name = op.name if op.native is None else op.native.name(spec).removeprefix("jaxnorm_")
     adds = op.addend is not None and any(getattr(arrays, field, None) is not None for field in (op.addend, "sum"))
     if adds and f"add_{name}" in known:

@@ -1,9 +1,9 @@
-"""Why no kernel: the one list of reasons, in the order in which they are told.
+"""Why no kernel takes a call of an op: the one list of reasons, in the order in which they are told.
 
-The public functions ask it before they bind a primitive, lowering rules when they make code of one, `jaxnorm.info` for
-a call that is only described. A reason is a part of a sentence.
+Here is what `jaxnorm.primitive.decide` asks of a call of an `Op`. A reason is a part of a sentence.
 """
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable
@@ -14,13 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxnorm.native import compat, ffi
-from jaxnorm.primitive import fallback
+from jaxnorm.primitive import decide, fallback
 from jaxnorm.primitive.op import AnyOp, CallRows, Record, Way, rows_and_cols
 from jaxnorm.primitive.spec import RowSpec
 
+MOST_ROWS = 2**31 - 1  # what CUDA counts the blocks of a grid in
 
-class Call(NamedTuple):
-    """A call of an op, by the types of its operands."""
+
+class Traced(NamedTuple):
+    """A call as it is traced, by the types of its operands."""
 
     op: AnyOp
     spec: RowSpec
@@ -34,11 +36,6 @@ class Call(NamedTuple):
     def addend(self) -> Any:
         return getattr(self.operands, self.op.addend) if self.op.addend else None
 
-    def rows(self, platform: str, way: Way, *, differentiated: bool = True) -> CallRows:
-        """The rows of its kernel."""
-        normalised, adds = self.x if self.addend is None else self.addend, self.addend is not None
-        return call_rows(self.spec, normalised, platform, way, adds=adds, differentiated=differentiated)
-
     def with_role(self, *batch: str) -> list[tuple[str, Any]]:
         """The operands that a vmap treats so, see `Role`."""
         operands = self.operands._asdict().items()
@@ -50,59 +47,94 @@ class Call(NamedTuple):
         return [*self.with_role("weight", "formula"), *broadcast]
 
 
-def call_rows(spec: RowSpec, x: Any, platform: str, way: Way, *, adds: bool, differentiated: bool = True) -> CallRows:
-    """The rows of a kernel that normalises an x of this type."""
-    rows, cols = rows_and_cols(spec, x)
-    known = rows if isinstance(rows, int) else None
-    return CallRows(platform, way, x.dtype, known, cols, adds, tuple(x.shape), differentiated)
+@dataclasses.dataclass(frozen=True)
+class RowCall(decide.Call):
+    """One direction of a call of an op, by the type of what it normalises, which is x or the sum.
+
+    `traced` has the operands where they are a caller's; what a primitive has is known to be what kernels take.
+    """
+
+    op: AnyOp
+    spec: RowSpec
+    way: str  # of `registry.DIRECTIONS`
+    normalised: Any
+    adds: bool = False  # whether an addend is added first, or the cotangent of the sum
+    differentiated: bool = True
+    traced: Traced | None = None
+
+    @classmethod
+    def of(
+        cls, op: AnyOp, spec: RowSpec, operands: Record, way: Way = "forward", *, differentiated: bool = True
+    ) -> "RowCall":
+        """That of a caller, by the types of the operands."""
+        traced = Traced(op, spec, operands)
+        normalised, adds = traced.x if traced.addend is None else traced.addend, traced.addend is not None
+        return cls(op, spec, way, normalised, adds, differentiated, traced)
+
+    @property
+    def native_for(self) -> str | None:  # type: ignore[override]
+        return self.spec.native_in(self.way)
+
+    def rows(self, platform: str) -> CallRows:
+        """The rows of its kernel."""
+        x = self.normalised
+        way: Way = "backward" if self.way == "backward" else "forward"
+        rows, cols = rows_and_cols(self.spec, x)
+        known = rows if isinstance(rows, int) else None
+        return CallRows(platform, way, x.dtype, known, cols, self.adds, tuple(x.shape), self.differentiated)
+
+    def nowhere(self) -> str | None:
+        if self.way == "linear":
+            return "tangents have no kernel"
+        if self.traced is not None and (why := why_nowhere(self.traced)) is not None:
+            return why
+        if self.spec.shards is not None:
+            return "axis_name is given: jax.numpy exchanges the statistics, and calls kernels for what lies between"
+        return None if self.op.has_kernels else "it has no kernels"
+
+    def unserved(self, platform: str) -> str | None:
+        rows, _ = rows_and_cols(self.spec, self.normalised)
+        if platform != "cuda" or not isinstance(rows, int) or rows <= MOST_ROWS:
+            return None
+        return f"there are {rows} rows, and a CUDA kernel takes at most {MOST_ROWS}"
+
+    def left_out(self, platform: str) -> str | None:
+        if self.op.native is None:
+            return None
+        if (how := self.spec.formula_in(self.way)) is not None:
+            return f"{fallback.ASKED_FOR}{how}"
+        return None if self.native_for else slower(self.op, self.spec, self.rows(platform))
 
 
-# What CUDA counts the blocks of a grid in.
-MOST_ROWS = 2**31 - 1
-
-
-def too_many_rows(rows: CallRows) -> str | None:
-    if rows.platform != "cuda" or rows.rows is None or rows.rows <= MOST_ROWS:
-        return None
-    return f"there are {rows.rows} rows, and a CUDA kernel takes at most {MOST_ROWS}"
-
-
-class Place(NamedTuple):
-    """A platform, and whether the op has native calls at all."""
-
-    platform: str
-    has_native: bool
-
-
-def unknown_jax(_: Call) -> str | None:
+def unknown_jax(_: Traced) -> str | None:
     return compat.UNKNOWN
 
 
-def sharded_axes(call: Call) -> str | None:
+def sharded_axes(call: Traced) -> str | None:
     if call.spec.shards is None:
         return None
     return "axis_name is given, and what is exchanged over devices is exchanged by jax.numpy"
 
 
-def axes_not_trailing(call: Call) -> str | None:
+def axes_not_trailing(call: Traced) -> str | None:
     axes = call.spec.axes
     if is_trailing(axes) or not call.op.is_trailing:
         return None
     return f"the normalised axes {axes} are not the trailing axes of x"
 
 
-def unknown_or_no_length(call: Call) -> str | None:
+def unknown_or_no_length(call: Traced) -> str | None:
     lengths = [call.x.shape[axis] for axis in call.spec.axes]
     if not all(isinstance(length, int) for length in lengths):
         return f"the normalised axes have a symbolic length {lengths}"
     return "a normalised axis has length 0" if 0 in lengths else None
 
 
-def reason_of_op(call: Call) -> str | None:
+def reason_of_op(call: Traced) -> str | None:
     return next((why for reason in call.op.reasons if (why := reason(call.spec, call.operands))), None)
 
 
-def dtypes(call: Call) -> str | None:
+def dtypes(call: Traced) -> str | None:
     x, result = ("x", call.x.dtype), ("the result", call.spec.out_dtype)
     addend = [] if call.addend is None else [(str(call.op.addend), call.addend.dtype)]
     others = [(name, a.dtype) for name, a in call.of_weights()]
@@ -116,14 +148,14 @@ def dtypes(call: Call) -> str | None:
     return None
 
 
-def unreduced(call: Call) -> str | None:
+def unreduced(call: Traced) -> str | None:
     arrays = [call.x, *(array for _, array in call.with_role("weight", "formula"))]
     if any(map(compat.awaits_reduction, arrays)):
         return "x or a weight awaits a reduction over an axis of an Explicit mesh"
     return None
 
 
-def sharded_unlike_x(call: Call) -> str | None:
+def sharded_unlike_x(call: Traced) -> str | None:
     spec = call.x.sharding.spec
     for name, array in call.with_role("fold"):
         dim_map = call.op.roles[name].dim_map(call.spec, call.x.ndim, array.shape)
@@ -133,56 +165,7 @@ def sharded_unlike_x(call: Call) -> str | None:
     return None
 
 
-def no_native(place: Place) -> str | None:
-    return None if place.has_native else "it has no kernels"
-
-
-def not_on_this_platform(place: Place) -> str | None:
-    return None if ffi.available(place.platform) else ffi.why_not(place.platform)
-
-
-def not_on_this_gpu(place: Place) -> str | None:
-    return ffi.why_unfit(place.platform)
-
-
-class Program(NamedTuple):
-    """A program that a call is lowered in, by the context of the lowering rule."""
-
-    ctx: Any
-    is_partitionable: bool  # whether the call may be split over devices
-
-    @property
-    def is_split(self) -> bool:
-        return compat.is_split_by_xla(self.ctx)
-
-
-def not_partitionable(program: Program) -> str | None:
-    if program.is_split and not program.is_partitionable:
-        return "it has no rule for a program that XLA splits over devices"
-    return None
-
-
-def no_partitioner(program: Program) -> str | None:
-    if program.is_split and not compat.has_partitioner():
-        return "XLA splits kernels over devices with its partitioner Shardy only, which is switched off"
-    return None
-
-
-def unknown_shape_on_devices(program: Program) -> str | None:
-    if program.is_split and not all(isinstance(n, int) for aval in program.ctx.avals_in for n in aval.shape):
-        return "a program for several devices has arrays of unknown shape"
-    return None
-
-
-def partly_manual_on_platforms(program: Program) -> str | None:
-    platforms = program.ctx.module_context.platforms
-    if program.is_split and compat.partly_manual(program.ctx) and len(platforms) > 1:
-        # It has branches for platforms then, and XLA does not remove those in which devices exchange something.
-        return "a program for several platforms has a shard_map over some axes of a mesh"
-    return None
-
-
-OF_CALL: tuple[Callable[[Call], str | None], ...] = (
+OF_CALL: tuple[Callable[[Traced], str | None], ...] = (
     unknown_jax,
     sharded_axes,
     axes_not_trailing,
@@ -192,43 +175,17 @@ OF_CALL: tuple[Callable[[Call], str | None], ...] = (
     sharded_unlike_x,
     unreduced,
 )
-OF_PLACE: tuple[Callable[[Place], str | None], ...] = (no_native, not_on_this_platform, not_on_this_gpu)
-OF_PROGRAM: tuple[Callable[[Program], str | None], ...] = (
-    not_partitionable,
-    no_partitioner,
-    unknown_shape_on_devices,
-    partly_manual_on_platforms,
-)
-
-
-def why_not(*, call: Call | None = None, place: Place | None = None, program: Program | None = None) -> str | None:
-    """The first reason, by what is known: a call, a place, a program. None: a kernel runs."""
-    if call is not None and (reason := _why_not_call(call)):
-        return reason
-    facts: tuple[tuple[Any, Any], ...] = ((OF_PLACE, place), (OF_PROGRAM, program))
-    asked = (predicate(known) for predicates, known in facts if known is not None for predicate in predicates)
-    return next(filter(None, asked), None)
 
 
 @functools.lru_cache(maxsize=4096)  # or a call outside jit would spend most of its time here
-def _why_not_call(call: Call) -> str | None:
+def why_nowhere(call: Traced) -> str | None:
+    """Why no platform has a kernel for a call; None if one has."""
     return next(filter(None, (predicate(call) for predicate in OF_CALL)), None)
 
 
 def slower(op: AnyOp, spec: RowSpec, rows: CallRows) -> str | None:
-    """Why XLA's code for the formula is faster than the kernel of a call; None of one that must be native."""
-    return None if op.native is None or spec.native_in(rows.way) else op.native.slower(spec, rows)
-
-
-def left_out(op: AnyOp, spec: RowSpec, rows: CallRows) -> str | None:
-    """Why the kernel of a call is not chosen: the formula is asked for, or faster."""
-    how = None if op.native is None else spec.formula_in(rows.way)
-    return slower(op, spec, rows) if how is None else f"{fallback.ASKED_FOR}{how}"
-
-
-def not_here(op: AnyOp, spec: RowSpec, rows: CallRows) -> str | None:
-    """Why the kernel of a call does not run, by how many rows it has and how long they are, or as it is chosen."""
-    return too_many_rows(rows) or left_out(op, spec, rows)
+    """Why XLA's code for the formula is faster than the kernel of a call."""
+    return None if op.native is None else op.native.slower(spec, rows)
 
 
 def is_trailing(axes: tuple[int, ...]) -> bool:
@@ -240,27 +197,13 @@ def wants_primitive(op: AnyOp, spec: RowSpec, operands: Record) -> bool:
 
     If it must be native, an error where no kernel is at hand.
     """
-    call = Call(op, spec, jax.tree.map(jax.typeof, operands))
+    types = jax.tree.map(jax.typeof, operands)
     if spec.native_for:
-        if reason := why_not(call=call, place=Place(compat.default_platform(), op.has_kernels)):
-            raise cannot_serve(spec.native_for, reason)
+        # In either direction: both are one call's.
+        decide.check_native(RowCall.of(op, dataclasses.replace(spec, native_ways=("forward",)), types))
         return True
     if spec.shards is None or compat.UNKNOWN:
-        return why_not(call=call) is None
+        return why_nowhere(Traced(op, spec, types)) is None
     # A primitive that exchanges shards would not know what to do with the axis of a vmap.
     manual = jax.sharding.get_abstract_mesh().manual_axes
     return set(spec.shards.names) <= set(manual) and (is_trailing(spec.axes) or not op.is_trailing)
-
-
-def cannot_serve(function: str, reason: str) -> RuntimeError:
-    return RuntimeError(
-        f"{function}: implementation='native' cannot serve this call: {reason}. "
-        "With implementation=None XLA's code runs."
-    )
-
-
-def cannot_compile(function: str, platform: str, reason: str) -> RuntimeError:
-    return RuntimeError(
-        f"{function}: implementation='native' cannot be compiled for {platform}: {reason}. "
-        "With implementation=None XLA's code runs."
-    )

@@ -1,8 +1,7 @@
 """What the primitives of all ops have in common."""
 
-import functools
 from abc import abstractmethod
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -13,9 +12,10 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
 
 from jaxnorm.native import compat, jet
-from jaxnorm.primitive import broadcast, fallback, reasons, weights
-from jaxnorm.primitive.described import DESCRIBERS, Described
+from jaxnorm.primitive import registry, weights
 from jaxnorm.primitive.op import STATISTIC, AnyOp, Record, Role, public_name
+from jaxnorm.primitive.reasons import RowCall
+from jaxnorm.primitive.registry import Described
 from jaxnorm.primitive.spec import RowSpec
 from jaxnorm.sharding.dims import DimMap
 
@@ -121,7 +121,7 @@ class Rules:
         self.op = op
         self.direction = direction
         self.primitive = Primitive(primitive_name(op.name, direction))
-        DESCRIBERS[self.primitive] = self.described
+        registry.entry(self.primitive).describe = self.described
         self.primitive.multiple_results = True
         self.primitive.def_abstract_eval(self.abstract)
         compat.run_eagerly(self.primitive)
@@ -152,25 +152,16 @@ class Rules:
     @abstractmethod
     def transpose(self, *cotangents_and_leaves: Any, **params: Any) -> Any: ...
 
-    def slower(self, platform: str, *types: Any, **params: Any) -> str | None:
-        """Why XLA's code runs and not the native call, by the lengths of the operands."""
-        return None
+    @abstractmethod
+    def call(self, *types: Any, **params: Any) -> RowCall:
+        """The call, by the types of its operands."""
 
     def described(self, *types: Any, **params: Any) -> Described:
         """The call as `jaxnorm.explain` tells of it."""
         tree, spec = params["tree"], params["spec"]
         operands, cotangents = self.named_operands(tree, types), self._operands(tree, types)[0]
         name = public_name(self.op, spec, cotangents if self.direction == "backward" else operands)
-
-        def why_formula(platform: str) -> str | None:
-            if self.direction == "linear":
-                return "tangents have no kernel"
-            if spec.shards is not None:
-                return "axis_name is given: jax.numpy exchanges the statistics, and calls kernels for what lies between"
-            place = reasons.Place(platform, self.op.has_kernels)
-            return reasons.why_not(place=place) or self.slower(platform, *types, **params)
-
-        return Described(name, operands, self.direction, why_formula, spec.native_in(self.direction))
+        return Described(name, operands, self.direction, self.call(*types, **params))
 
     def by_formula(self, platform: str, ctx: Any, *leaves: Any, **params: Any) -> Any:
         """The native rule of an op whose formula calls other ops' kernels."""
@@ -185,15 +176,6 @@ class Rules:
     def jet(self, primals: Any, series: Any, **params: Any) -> Any:
         """The rule of `jax.experimental.jet`: higher derivatives are the formula's."""
         return jet.of_formula(lambda *leaves: self.formula(*leaves, **params), primals, series)
-
-    def batch_formula(self, leaves: Any, dims: Any, **params: Any) -> Any:
-        if self.direction != "linear" and not self.op.calls_others:
-            self.tell_of_formula(leaves, params["tree"], params["spec"])
-        return at_front(jax.vmap(lambda *values: self.formula(*values, **params), in_axes=tuple(dims))(*leaves))
-
-    def tell_of_formula(self, leaves: Any, tree: Any, spec: RowSpec) -> None:
-        why = "no kernel takes examples of these operands, as jax.vmap makes them"
-        fallback.traced(self.op, spec, self.named_operands(tree, leaves), self.direction, lambda: why)
 
     def named_operands(self, tree: Any, leaves: Sequence[Any]) -> Record:
         """The operands among these values, or what a derivative reads in their place."""
@@ -211,33 +193,6 @@ class Rules:
         """Those of all arrays of a NamedTuple of types, for an x of this rank."""
         return [self.role(name).dim_map(spec, ndim, array.shape) for name, array in leaves_of(arrays)]
 
-    def batch_in_front(self, spec: RowSpec, records: Sequence[Record], batch: Sequence[Record]) -> list[Record] | None:
-        """The operands of a batch, with it folded into the rows and a batch dim of weights.
-
-        `batch` has the batch axis of each array in `records`, whose first is x. None where only the formula serves
-        them, and where no row moves: what all examples share is computed once then.
-        """
-        fields = [(i, name) for i, record in enumerate(records) for name in record._fields]
-        values, axes = ({(i, name): getattr(of[i], name) for i, name in fields} for of in (records, batch))
-        rows, kept, of_formula = (
-            [field for field in fields if self.role(field[1]).batch == how] for how in ("fold", "weight", "formula")
-        )
-        moving = {field: jax.tree.leaves(axes[field]) for field in fields}
-        of_rows = [field for field in rows if self.role(field[1]).is_of_rows]
-        if any(moving[field] for field in of_formula) or not any(moving[field] for field in of_rows):
-            return None
-        if self.op.weights_batch:
-            x, x_axis = records[0][0], batch[0][0]
-            align = functools.partial(self.aligned, spec, [name for _, name in kept])
-            whole = weights.batch(x, x_axis, spec.row_ndim, [values[f] for f in kept], [axes[f] for f in kept], align)
-        else:
-            whole = None if any(moving[field] for field in kept) else [values[field] for field in kept]
-        if whole is None:
-            return None
-        folded = self.fold([(name, values[i, name], axes[i, name]) for i, name in rows], 0)
-        values |= dict(zip([*rows, *kept], [*folded, *whole], strict=True))
-        return [type(record)(*(values[i, name] for name in record._fields)) for i, record in enumerate(records)]
-
     def aligned(self, spec: RowSpec, names: Sequence[str], x: Any, given: Sequence[Any]) -> list[Any]:
         """Weights, for an x of this type, as primitives have them: of the same batch dims, a factor with its own."""
         whole = list(given)
@@ -247,36 +202,6 @@ class Rules:
             for place, weight in zip(places, together, strict=True):
                 whole[place] = weight
         return whole
-
-    def fold(self, arrays: Sequence[tuple[str, Any, Any]], x: int, repeated: Container[str] = frozenset()) -> list[Any]:
-        """Arrays of rows, each with its name and the axis of its batch, with that as the leading axis.
-
-        An array that has no batch is repeated over it, or 1 long where it broadcasts against x, which stands there. Of
-        those that are `repeated` each example has its own gradient.
-        """
-        broadcasts = [self.role(name).broadcasts and array is not None for name, array, _ in arrays]
-        pairs = zip(broadcasts, arrays, strict=True)
-        stays = [ones and axis is None and name not in repeated for ones, (name, _, axis) in pairs]
-        moving = [(array, axis) for stay, (_, array, axis) in zip(stays, arrays, strict=True) if not stay]
-        values, axes = zip(*moving, strict=True)
-        folded = iter(fold(values, axes))
-        whole = [
-            jnp.expand_dims(array, 0) if stay else next(folded)
-            for stay, (_, array, _) in zip(stays, arrays, strict=True)
-        ]
-        fits = [ones and self.role(name).fitted for ones, (name, *_) in zip(broadcasts, arrays, strict=True)]
-        return [broadcast.fitted(whole[x], array) if fit else array for fit, array in zip(fits, whole, strict=True)]
-
-    def is_scattered(self, arrays: Record) -> bool:
-        """Whether a weight that broadcasts against x, the first array, differs along more runs of axes than kernels
-        follow."""
-        roles = ((self.role(name), array) for name, array in leaves_of(arrays) if name != "stats")
-        weights = [array for role, array in roles if role.broadcasts and not role.fitted]
-        return any(broadcast.runs(arrays[0].shape, weight.shape) > broadcast.MOST_RUNS for weight in weights)
-
-    def rows_of(self, arrays: Record) -> list[Any]:
-        """The arrays of a NamedTuple that are neither statistics nor weights nor the same for all rows."""
-        return [array for name, array in leaves_of(arrays) if name != "stats" and self.role(name).is_of_rows]
 
     def is_row(self, name: str) -> bool:
         return self.role(name).batch == "fold"

@@ -23,6 +23,7 @@ import numpy as np
 from jax.extend.core import Primitive
 
 from jaxnorm.native import compat, ffi
+from jaxnorm.primitive import registry
 from jaxnorm.sharding import dims, text
 from jaxnorm.sharding.dims import CallMaps
 from jaxnorm.sharding.placement import Array, Placement, of_product
@@ -41,9 +42,6 @@ class Partitionable(NamedTuple):
     on_device: Callable[[Any, Placement], Any]  # the spec of what a device computes, by how the arrays lie
 
 
-_partitionable: dict[str, Partitionable] = {}
-
-
 def register(
     primitive: Primitive,
     dim_maps: DimMaps,
@@ -53,17 +51,14 @@ def register(
     on_device: Callable[[Any, Placement], Any] = lambda spec, _: spec,
 ) -> None:
     partitionable = Partitionable(primitive, dim_maps, can_shard, is_product, on_device)
-    _partitionable[primitive.name] = _partitionable[_former_name(primitive)] = partitionable
+    known = registry.PRIMITIVES[_former_name(primitive)] = registry.entry(primitive)
+    known.partitionable = partitionable
 
 
 def _former_name(primitive: Primitive) -> str:
     """In exported programs of before."""
     op, _, direction = primitive.name.rpartition("_")
     return f"{op}_{'forward' if direction == 'fwd' else 'backward' if direction == 'bwd' else direction}"
-
-
-def is_registered(primitive: Primitive) -> bool:
-    return primitive.name in _partitionable
 
 
 def lower(
@@ -74,7 +69,7 @@ def lower(
     in_place: its native rule asks where an operand comes from.
     """
     types = jax.tree.unflatten(tree, ctx.avals_in)
-    maps = _partitionable[primitive.name].dim_maps(types, **params)
+    maps = registry.known(primitive).partitionable.dim_maps(types, **params)
     places = jax.tree.unflatten(tree, range(len(operands)))
     if in_place:
         params["computed"] = [place for place, operand in enumerate(operands) if compat.is_computed(operand)]
@@ -118,7 +113,7 @@ class PartitionedCall(NamedTuple):
             *operands, devices = operands
             groups = _groups(compat.PartlyManual(*mesh), devices.sharding)
         computed = params.pop("computed", ())
-        partitionable = _partitionable[name]
+        partitionable: Partitionable = registry.PRIMITIVES[name].partitionable
         types = jax.tree.map(lambda place: jax.core.ShapedArray(operands[place].shape, operands[place].dtype), places)
         maps = partitionable.dim_maps(types, **params)
         return cls(platform, partitionable, places, params, operands, results, maps, groups, computed)

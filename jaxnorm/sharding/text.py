@@ -12,15 +12,9 @@ from typing import Any
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from jaxnorm.primitive.registry import TYPES
+
 VERSION = 1
-
-# The dataclasses that may be parameters of such a call, or be within one.
-_types: dict[str, type[Any]] = {}
-
-
-def register_types(*types: type[Any], **former: type[Any]) -> None:
-    """Types by their names, and by the names that they had in programs of older builds."""
-    _types.update({cls.__name__: cls for cls in types} | former)
 
 
 def encode(*call: Any) -> str:
@@ -61,4 +55,4 @@ def _decode(value: Any) -> Any:
     ((name, content),) = decoded.items()
     if name == "dtype":
         return np.dtype(content)
-    return _types[name](**content) if name in _types else decoded
+    return TYPES[name](**content) if name in TYPES else decoded

@@ -3,6 +3,8 @@
 # ruff: noqa: F401 (others import what is imported here)
 
 from jaxnorm.inspect import plan_page, progress, tune as tuning, turns
+from jaxnorm.inspect.explain import calls_in
+from jaxnorm.inspect.report import ALONE as FORWARD_ALONE
 from jaxnorm.native import compat, cublaslt, ffi, fit, private
 from jaxnorm.ops.cross_entropy.formula import CrossEntropy, Operands as CrossEntropyOperands
 from jaxnorm.ops.cross_entropy.op import CROSS_ENTROPY
@@ -15,7 +17,9 @@ from jaxnorm.ops.norm.op import LONGEST_GATED
 from jaxnorm.ops.quantize.checks import SMALLEST_SCALE
 from jaxnorm.ops.quantized_dot import op as quantized_dot
 from jaxnorm.primitive import fallback, reasons, weights
-from jaxnorm.primitive.op import functions
+from jaxnorm.primitive.batching import CASES
+from jaxnorm.primitive.decide import ALONE, Call, Platform, Program, decide
+from jaxnorm.primitive.registry import functions
 from jaxnorm.primitive.weights import LONGEST as LONGEST_PER_HEAD
 from jaxnorm.quantization import GROUP_SIZES
 from jaxnorm.sharding import text

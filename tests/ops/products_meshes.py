@@ -13,7 +13,16 @@ import pytest
 from cases import draw
 from coverage import cover
 from hlo import collectives, compiled_text
-from internals import PRODUCTS_BY_KERNELS, Float8Linear, ffi, float8_op, quantized_dot, rounded_kernel, rounded_x
+from internals import (
+    PRODUCTS_BY_KERNELS,
+    Call,
+    Float8Linear,
+    ffi,
+    float8_op,
+    quantized_dot,
+    rounded_kernel,
+    rounded_x,
+)
 from jax.experimental.compilation_cache import compilation_cache
 from jax.interpreters import mlir
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
@@ -174,7 +183,8 @@ def parts(monkeypatch):
     def workspace(platform, target, *of_call, **needs):
         return () if target == quantized_dot.TARGET else workspace_of(platform, target, *of_call, **needs)
 
-    monkeypatch.setattr(quantized_dot, "_why_not_here", lambda *_, **__: None)
+    for name in ("platforms", "nowhere", "unfit"):
+        monkeypatch.setattr(quantized_dot.ProductCall, name, getattr(Call, name))
     monkeypatch.setattr(ffi, "call", call)
     monkeypatch.setattr(ffi, "workspace", workspace)
     # A program that was compiled before, in another process too, is split no more.
@@ -309,7 +319,7 @@ def test_within_a_shard_map(parts):
 
 def test_a_part_that_no_kernel_takes(parts, monkeypatch):
     monkeypatch.setattr(
-        quantized_dot, "_why_not_here", lambda _, spec, args, **__: "a part" if args.x.shape[-1] < DEPTH else None
+        quantized_dot.ProductCall, "nowhere", lambda self: "a part" if self.operands.x.shape[-1] < DEPTH else None
     )
     assert_product_of(parts, mesh_of(jax.devices(), AxisType.Auto), SUMMED, [])
 

@@ -22,7 +22,6 @@ from jaxnorm.ops.cross_entropy.formula import (
 )
 from jaxnorm.ops.logits import log_of_1_and, origin_of, several_axes, widened
 from jaxnorm.ops.mask import columns, only
-from jaxnorm.primitive.described import Function, Request
 from jaxnorm.primitive.family import Family
 from jaxnorm.primitive.op import (
     BROADCAST,
@@ -36,6 +35,7 @@ from jaxnorm.primitive.op import (
     Statistics,
     statistics_of,
 )
+from jaxnorm.primitive.registry import Function, Request
 from jaxnorm.sharding import dims
 from jaxnorm.sharding.shards import Shards
 

@@ -14,7 +14,7 @@ from jaxnorm.ops.embedding import op
 from jaxnorm.ops.embedding.formula import Lookup, Positions, SegmentSum
 from jaxnorm.ops.misuse import explained
 from jaxnorm.ops.options import Choice, Implementation
-from jaxnorm.primitive import reasons
+from jaxnorm.primitive import decide
 
 
 class _Options(TypedDict, total=False):
@@ -82,9 +82,15 @@ def embedding(
         **choice.asks(name),
     )
     if choice.backward.implementation == "native":
-        sums = SegmentSum(function=name, out_dtype=np.dtype(weights.dtype), segments=length, positions=numbers.ndim)
+        sums = SegmentSum(
+            function=name,
+            out_dtype=np.dtype(weights.dtype),
+            segments=length,
+            positions=numbers.ndim,
+            native_for=spec.native_in("backward"),
+        )
         of_rows = jax.ShapeDtypeStruct((*numbers.shape, weights.shape[1]), out_dtype)
-        _check_native(spec.native_in("backward"), sums, Positions(of_rows, numbers))
+        decide.check_native(op.SumCall(sums, Positions(of_rows, numbers)))
     rows, *tables = op.bind_lookup(spec, weights, _from_the_end(numbers, length))
     return (rows, tables[0].astype(of_table)) if tables else rows
 
@@ -128,7 +134,7 @@ def segment_sum(
     if array is not None and not jnp.issubdtype(array.dtype, jnp.floating):
         _check_rows(name, array, numbers)
         if choice.forward.implementation == "native":
-            raise reasons.cannot_serve(f"{name}{choice.forward.how}", f"data is {array.dtype}")
+            raise decide.cannot_serve(f"{name}{choice.forward.how}", f"data is {array.dtype}")
         return jax.ops.segment_sum(array, numbers, segments, indices_are_sorted=is_sorted)
     array = checks.check_array(name, "data", data)
     _check_rows(name, array, numbers)
@@ -141,7 +147,7 @@ def segment_sum(
         is_sorted=is_sorted,
         **_forward(choice, name),
     )
-    _check_native(spec.native_for, spec, Positions(jax.typeof(rows), numbers))
+    decide.check_native(op.SumCall(spec, Positions(jax.typeof(rows), numbers)))
     return op.bind_sum(spec, rows, _in_order(numbers, segments)).reshape(segments, *rest)
 
 
@@ -235,11 +241,3 @@ def _in_order(numbers: Any, segments: Any) -> jax.Array:
     of = np if isinstance(numbers, np.ndarray) else jnp
     at_least = of.maximum(numbers, -1) if jnp.issubdtype(numbers.dtype, jnp.signedinteger) else numbers
     return jnp.asarray(of.where(at_least < segments, at_least, segments).astype(np.int32))
-
-
-def _check_native(native_for: str | None, spec: SegmentSum, operands: Positions) -> None:
-    if not native_for:
-        return
-    place = reasons.Place(compat.default_platform(), has_native=True)
-    if reason := op.why_not(spec, operands) or reasons.why_not(place=place) or compat.UNKNOWN:
-        raise reasons.cannot_serve(native_for, reason)

@@ -6,7 +6,7 @@ transpose, so that derivatives of any order are these two.
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -20,9 +20,10 @@ from jax.sharding import PartitionSpec
 from jaxnorm.native import compat, ffi, jet
 from jaxnorm.ops.embedding import formula
 from jaxnorm.ops.embedding.formula import Lookup, Positions, Rows, SegmentSum
-from jaxnorm.primitive import fallback, lowering, reasons, rules
-from jaxnorm.primitive.described import DESCRIBERS, WITHOUT_OP, Described, Function, Request
-from jaxnorm.sharding import partition, text
+from jaxnorm.primitive import fallback, lowering, registry, rules
+from jaxnorm.primitive.decide import Call, Formula
+from jaxnorm.primitive.registry import Described, Function, Request
+from jaxnorm.sharding import partition
 from jaxnorm.sharding.dims import CallMaps, DimMap, wide_dtype
 from jaxnorm.sharding.placement import Placement
 
@@ -47,47 +48,47 @@ def bind_sum(spec: SegmentSum, data: Any, ids: Any, onto: Any = None) -> jax.Arr
     return sums
 
 
-def why_not(spec: SegmentSum, operands: Positions) -> str | None:
-    """Why no kernel serves operands of these types."""
-    data = operands.data
-    for name, dtype in {"the rows": data.dtype, "the sums": spec.out_dtype}.items():
-        if dtype not in ffi.DTYPES:
-            return f"{name} are {dtype}, kernels take {', '.join(sorted(d.name for d in ffi.DTYPES))}"
-    if not all(isinstance(length, int) for length in (spec.segments, data.shape[-1])):
-        return f"the sums have a symbolic shape {(spec.segments, data.shape[-1])}"
-    positions = _known(data.shape[:-1])
-    if max(positions, spec.segments) > MOST:
-        return f"there are {positions} positions and {spec.segments} segments, and kernels count to {MOST}"
-    return None
+@dataclasses.dataclass(frozen=True)
+class SumCall(Call):
+    """Sums of segments, by the types of the operands."""
 
+    spec: SegmentSum
+    operands: Positions
 
-def why_formula(platform: str, spec: SegmentSum, operands: Positions) -> str | None:
-    """Why XLA makes the sums of operands of these types on a platform."""
-    place = reasons.Place(platform, has_native=True)
-    return reasons.why_not(place=place) or _slower(platform, *operands, spec=spec)
+    @property
+    def native_for(self) -> str | None:  # type: ignore[override]
+        return self.spec.native_for
+
+    def unserved(self, platform: str) -> str | None:
+        spec, data = self.spec, self.operands.data
+        for name, dtype in {"the rows": data.dtype, "the sums": spec.out_dtype}.items():
+            if dtype not in ffi.DTYPES:
+                return f"{name} are {dtype}, kernels take {', '.join(sorted(d.name for d in ffi.DTYPES))}"
+        if not all(isinstance(length, int) for length in (spec.segments, data.shape[-1])):
+            return f"the sums have a symbolic shape {(spec.segments, data.shape[-1])}"
+        positions = _known(data.shape[:-1])
+        if max(positions, spec.segments) > MOST:
+            return f"there are {positions} positions and {spec.segments} segments, and kernels count to {MOST}"
+        return None
+
+    def left_out(self, platform: str) -> str | None:
+        spec, data = self.spec, self.operands.data
+        if (how := spec.formula_in("forward")) is not None:
+            return f"{fallback.ASKED_FOR}{how}"
+        if spec.native_for:
+            return None
+        if platform == "cpu" and spec.out_dtype == np.float32 and data.shape[-1] < SHORT:
+            return f"XLA's code is faster for float32 sums of fewer than {SHORT} columns"
+        if platform != "cuda":
+            return None
+        of_sums = 1 if spec.out_dtype == np.float32 else OF_HALF
+        work = OF_DATA * _known(data.shape) + of_sums * spec.segments * data.shape[-1]
+        return None if work >= FEW else "XLA's code is faster for so few rows and sums"
 
 
 def _known(lengths: Sequence[Any]) -> int:
     """The product of those that are known while tracing."""
     return int(np.prod([n for n in lengths if isinstance(n, int)], dtype=object))
-
-
-def _slower(platform: str, *types: Any, spec: SegmentSum, tree: Any = None) -> str | None:
-    operands = Positions(*types)
-    if reason := why_not(spec, operands):
-        return reason
-    how = spec.formula_in("forward")
-    if how is not None:
-        return f"{fallback.ASKED_FOR}{how}"
-    if spec.native_for:
-        return None
-    if platform == "cpu" and spec.out_dtype == np.float32 and operands.data.shape[-1] < SHORT:
-        return f"XLA's code is faster for float32 sums of fewer than {SHORT} columns"
-    if platform != "cuda":
-        return None
-    of_sums = 1 if spec.out_dtype == np.float32 else OF_HALF
-    work = OF_DATA * _known(operands.data.shape) + of_sums * spec.segments * operands.data.shape[-1]
-    return None if work >= FEW else "XLA's code is faster for so few rows and sums"
 
 
 def _lookup_abstract(*leaves: Any, tree: Any, spec: Lookup) -> list[Any]:
@@ -157,7 +158,7 @@ def _lookup_direction(spec: Lookup) -> str:
 
 
 def _lookup_described(table: Any, ids: Any, *, tree: Any, spec: Lookup) -> Described:
-    return Described(spec.function, Rows(table, ids), _lookup_direction(spec), lambda _: GATHERS)
+    return Described(spec.function, Rows(table, ids), _lookup_direction(spec), Formula(GATHERS))
 
 
 def _sum_abstract(*leaves: Any, tree: Any, spec: SegmentSum) -> list[Any]:
@@ -253,13 +254,13 @@ def _sum_direction(spec: SegmentSum) -> str:
     return "backward" if spec.function == "embedding" else "forward"
 
 
+def _sum_call(*leaves: Any, tree: Any, spec: SegmentSum) -> SumCall:
+    return SumCall(spec, Positions(*leaves))
+
+
 def _sum_described(*leaves: Any, tree: Any, spec: SegmentSum) -> Described:
-    operands = Positions(*leaves)
-
-    def why(platform: str) -> str | None:
-        return why_formula(platform, spec, operands)
-
-    return Described(spec.function, operands, _sum_direction(spec), why, spec.native_for)
+    call = SumCall(spec, Positions(*leaves))
+    return Described(spec.function, call.operands, _sum_direction(spec), call)
 
 
 def _lookup_along(dots: Any, ids: Any, spec: Lookup) -> list[Any]:
@@ -301,7 +302,7 @@ def _primitive(name: str, abstract: Any, along: Any, transpose: Any, batch: Any,
     batching.primitive_batchers[primitive] = batch
     ad.primitive_jvps[primitive] = jvp
     ad.primitive_transposes[primitive] = transpose
-    DESCRIBERS[primitive] = describe
+    registry.entry(primitive).describe = describe
     return primitive
 
 
@@ -311,38 +312,30 @@ LOOKUP = _primitive(
 SUM = _primitive(TARGET, _sum_abstract, _sum_along, _sum_transpose, _sum_batch, _sum_described)
 lowering.register_formula(LOOKUP, _lookup_formula)
 partition.register(SUM, _sum_maps, is_product=True, on_device=_sum_on_device)
-lowering.register(SUM, _sum_formula, _sum_native, _sum_of_shard, _slower)
-text.register_types(SegmentSum)
+lowering.register(SUM, _sum_formula, _sum_native, _sum_call, _sum_of_shard)
+registry.add_types(SegmentSum)
 
 
-def _of_lookup(request: Request) -> tuple[SegmentSum, Positions]:
+def _of_lookup(request: Request) -> SumCall:
     """The sums of its gradient."""
     ids = request.array(request.shape[:-1], np.int32)
     spec = SegmentSum(
         function="embedding", out_dtype=request.dtype, segments=request.columns, positions=len(request.shape) - 1
     )
-    return spec, Positions(request.array(request.shape, request.out_dtype), ids)
+    return SumCall(spec, Positions(request.array(request.shape, request.out_dtype), ids))
 
 
-def _of_sum(request: Request) -> tuple[SegmentSum, Positions]:
+def _of_sum(request: Request) -> SumCall:
     rows, *rest = request.shape
     spec = SegmentSum(function="segment_sum", out_dtype=request.dtype, segments=request.columns)
-    return spec, Positions(request.array((rows, math.prod(rest))), request.array((rows,), np.int32))
+    return SumCall(spec, Positions(request.array((rows, math.prod(rest))), request.array((rows,), np.int32)))
 
 
-def _function(name: str, of: Callable[[Request], tuple[SegmentSum, Positions]], **described: Any) -> Function:
-    return Function(
-        name,
-        why_formula=lambda platform, request: why_formula(platform, *of(request)),
-        last_axis_only=True,
-        **described,
-    )
-
-
-WITHOUT_OP += [
-    _function(
+registry.add_functions(
+    Function(
         "embedding",
-        _of_lookup,
+        call=_of_lookup,
+        last_axis_only=True,
         arguments=lambda request: {
             "table": request.array((request.columns, request.shape[-1])),
             "ids": request.array(request.shape[:-1], np.int32),
@@ -354,9 +347,10 @@ WITHOUT_OP += [
         over=lambda _: ", of which the gradient is sums of rows,",
         by_xla=("forward", GATHERS),
     ),
-    _function(
+    Function(
         "segment_sum",
-        _of_sum,
+        call=_of_sum,
+        last_axis_only=True,
         arguments=lambda request: {
             "data": request.array(request.shape),
             "segment_ids": request.array(request.shape[:1], np.int32),
@@ -369,4 +363,4 @@ WITHOUT_OP += [
         over=lambda _: "",
         by_xla=("backward", GATHERS),
     ),
-]
+)

@@ -16,6 +16,7 @@ from jaxnorm.ops.float8_linear import checks, described, op
 from jaxnorm.ops.float8_linear.formula import Operands
 from jaxnorm.ops.float8_linear.products import Float8Linear
 from jaxnorm.ops.options import DIRECTIONS
+from jaxnorm.primitive import decide
 from jaxnorm.quantization import Quantized
 
 ALL_DIGITS = ("highest", "float32", lax.Precision.HIGHEST)
@@ -54,12 +55,7 @@ def linear(
     if spec.native_for:
         # One that must be native backward alone is held to the same.
         asked = dataclasses.replace(spec, native_ways=DIRECTIONS, formula_for=())
-        why = described.why_formula(compat.default_platform(), asked, jax.tree.map(jax.typeof, operands))
-        if why:
-            raise RuntimeError(
-                f"{spec.native_for}: implementation='native' cannot serve this call: {why}. With implementation=None "
-                "XLA makes its products."
-            )
+        decide.check_native(described.call_of(asked, jax.tree.map(jax.typeof, operands)))
     return op.linear(spec, operands)
 
 

@@ -17,9 +17,9 @@ from jax.interpreters import batching, mlir
 from jaxnorm.native import ffi
 from jaxnorm.ops.float8_linear.formula import Rounded, Wants, rounded_along, rounded_gradient
 from jaxnorm.ops.float8_linear.products import Arithmetic, Float8Linear, by_kernels, by_kernels_of_parts
-from jaxnorm.primitive import lowering, reasons
+from jaxnorm.primitive import lowering, reasons, registry
 from jaxnorm.primitive.spec import Spec
-from jaxnorm.sharding import partition, text
+from jaxnorm.sharding import partition
 from jaxnorm.sharding.dims import CallMaps
 
 # Targets that only CUDA has.
@@ -152,7 +152,7 @@ def _primitive(target: str, formula: Callable[..., list[jax.Array]], native: Cal
     primitive.multiple_results = True
     primitive.def_abstract_eval(abstract)
     batching.primitive_batchers[primitive] = batch
-    lowering.register_inner(primitive, formula, native, ["cuda"])
+    lowering.register_inner(primitive, formula, native, ("cuda",))
     return primitive
 
 
@@ -161,7 +161,7 @@ _round_columns = _primitive(COLUMNS, _round_columns_formula, _round_columns_nati
 _round_gradient = _primitive(GRADIENT, _round_gradient_formula, _round_gradient_native)
 _transpose = _primitive(BYTES, _transpose_formula, _transpose_native)
 partition.register(_transpose, _transpose_maps)
-text.register_types(Spec)
+registry.add_types(Spec)
 
 BY_KERNELS = Arithmetic(rounded, gradient, functools.partial(by_kernels, transposed))
 # Of what XLA splits: scales are those of whole rows and columns, and a kernel that rounds makes those of its own part.

@@ -24,7 +24,8 @@ from jaxnorm.ops.float8_linear import backward, formula
 from jaxnorm.ops.float8_linear.formula import Operands, Rounded, Saved, Variables, Wanted
 from jaxnorm.ops.float8_linear.kernels import BY_KERNELS, PRODUCTS_BY_KERNELS
 from jaxnorm.ops.float8_linear.products import Float8Linear
-from jaxnorm.primitive import lowering
+from jaxnorm.primitive import fallback, lowering
+from jaxnorm.primitive.decide import Call, Program
 from jaxnorm.primitive.rules import all_none, examples_first, named, primitive_name, tangents_jnp
 
 NAME = "float8_linear"
@@ -62,16 +63,24 @@ def _backward_formula(*leaves: Any, tree: Any, spec: Float8Linear, wanted: Varia
     return jax.tree.leaves(backward.backward(spec, dy, saved, wanted, by))
 
 
-def _native(direction: str, formula_of: Any) -> Any:
-    """The rule of a platform: the products decide each for itself whether a kernel makes it.
+@dataclasses.dataclass(frozen=True)
+class Layer(Call):
+    """One direction of a layer. Its products decide each for itself whether a kernel makes it, and say so."""
 
-    An exported program has no kernel: it may run on GPUs whose products of float8 are XLA's.
-    """
+    how: str | None  # XLA's code is asked for, if it is
+    platforms = ("cuda",)
+    splits_itself = True
 
+    def unfit(self, program: Program) -> str | None:
+        return "an exported program may run on GPUs whose products of float8 are XLA's" if program.is_exported else None
+
+    def left_out(self, platform: str) -> str | None:
+        return None if self.how is None else f"{fallback.ASKED_FOR}{self.how}"
+
+
+def _native(formula_of: Any) -> Any:
     def rule(platform: str, ctx: Any, *leaves: Any, **params: Any) -> Sequence[Any]:
-        leaves_it = params["spec"].formula_in(direction) is not None or compat.is_exported(ctx)
-        by_kernels = PRODUCTS_BY_KERNELS if compat.is_split_by_xla(ctx) else BY_KERNELS
-        by = formula.BY_XLA if leaves_it or platform != "cuda" else by_kernels
+        by = PRODUCTS_BY_KERNELS if compat.is_split_by_xla(ctx) else BY_KERNELS
         values: Sequence[Any] = mlir.lower_fun(lambda *arrays: formula_of(*arrays, **params, by=by))(ctx, *leaves)
         return values
 
@@ -212,12 +221,17 @@ def _types(formula_of: Any) -> Any:
     return abstract
 
 
-def _primitive(name: str, formula_of: Any, jvp: Any, batch: Any, *, has_native: bool = True) -> Primitive:
-    primitive = Primitive(primitive_name(NAME, name))
+def _primitive(direction: str, formula_of: Any, jvp: Any, batch: Any) -> Primitive:
+    def call(*_: Any, spec: Float8Linear, **params: Any) -> Layer:
+        return Layer(spec.formula_in(direction))
+
+    primitive = Primitive(primitive_name(NAME, direction))
     primitive.multiple_results = True
     primitive.def_abstract_eval(_types(formula_of))
-    native = _native(name, formula_of) if has_native else None
-    lowering.register(primitive, formula_of, native, direction=name, splits=True)
+    if direction == "linear":
+        lowering.register_formula(primitive, formula_of)
+    else:
+        lowering.register(primitive, formula_of, _native(formula_of), call)
     compat.run_eagerly(primitive)
     compat.check_nans(primitive)
     batching.primitive_batchers[primitive] = batch
@@ -226,6 +240,6 @@ def _primitive(name: str, formula_of: Any, jvp: Any, batch: Any, *, has_native: 
 
 
 FORWARD = _primitive("forward", _forward_formula, _forward_jvp, _forward_batch)
-LINEAR = _primitive("linear", _linear_formula, _linear_jvp, _linear_batch, has_native=False)
+LINEAR = _primitive("linear", _linear_formula, _linear_jvp, _linear_batch)
 BACKWARD = _primitive("backward", _backward_formula, _backward_jvp, _backward_batch)
 ad.primitive_transposes[LINEAR] = _linear_transpose

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 from jaxnorm.ops import products
 from jaxnorm.ops.quantized_dot import op as quantized_dot
 from jaxnorm.ops.quantized_dot.formula import Operands, QuantizedDot, float8_dot
+from jaxnorm.primitive.decide import Call, Formula, Platform, decide
 from jaxnorm.primitive.spec import Spec
 
 FLOAT8 = jnp.dtype("float8_e4m3fn")
@@ -124,23 +125,22 @@ def by_kernels_of_parts(transposed: Transposed, spec: Float8Linear, product: Pro
         of.shape if axes == (of.ndim - 1,) else as_rows(of.shape)
         for of, axes in zip((product.a, product.b), product.contracted, strict=True)
     )
-    if why_xla("cuda", spec, product.name, x, weights, product.out_dtype, product.bias):
+    call = call_of(spec, product.name, x, weights, product.out_dtype, product.bias)
+    if decide(Platform.here("cuda"), call).how != "native":
         return by_xla(spec, product)
     return by_kernels(transposed, spec, product)
 
 
-def why_xla(
-    platform: str, spec: Float8Linear, product: str, x: Any, weights: Any, out_dtype: Any, bias: Any = None
-) -> str | None:
-    """Why XLA makes the product of arrays of these shapes, whose last axes are summed."""
+def call_of(spec: Float8Linear, product: str, x: Any, weights: Any, out_dtype: Any, bias: Any = None) -> Call:
+    """The product of arrays of these shapes, whose last axes are summed."""
     if spec.scaling == "tensor":
-        return "the recipe has one scale for each tensor, with which XLA makes the products"
+        return Formula("the recipe has one scale for each tensor, with which XLA makes the products")
     if spec.batch:
-        return "no kernel takes examples of kernels, as jax.vmap makes them"
+        return Formula("no kernel takes examples of kernels, as jax.vmap makes them")
     of_x, of_weights = (jax.core.ShapedArray(shape, FLOAT8) for shape in (x, weights))
     scales, x_scales = (jax.core.ShapedArray((*of[:-1], 1), np.dtype(np.float32)) for of in (weights, x))
     operands = Operands(of_x, of_weights, scales, x_scales, bias)
-    return quantized_dot.why_formula(platform, spec.of_product(product, out_dtype), operands)
+    return quantized_dot.ProductCall(spec.of_product(product, out_dtype), operands)
 
 
 def as_rows(shape: Any) -> Any:

@@ -13,9 +13,9 @@ from jaxnorm.ops.gated_activation.formula import (
     forward,
     linear,
 )
-from jaxnorm.primitive.described import Function, Request
 from jaxnorm.primitive.family import Family
 from jaxnorm.primitive.op import LIKE_X, CallRows, Derivative, Native, Op, Role
+from jaxnorm.primitive.registry import Function, Request
 from jaxnorm.sharding import dims
 from jaxnorm.sharding.dims import DimMap
 

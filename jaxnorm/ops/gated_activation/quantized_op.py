@@ -11,9 +11,9 @@ from jaxnorm.ops.gated_activation import formula
 from jaxnorm.ops.gated_activation.formula import GatedActivation
 from jaxnorm.ops.gated_activation.op import GATED_ACTIVATION, ROLES, attributes, requested, result_map, unlike_dtypes
 from jaxnorm.ops.quantize import rounding
-from jaxnorm.primitive.described import Request
 from jaxnorm.primitive.family import Family
 from jaxnorm.primitive.op import SCALAR, CallRows, Convention, Native, Op, Role, Statistics
+from jaxnorm.primitive.registry import Request
 from jaxnorm.quantization import LARGEST, Quantization
 from jaxnorm.sharding import dims
 from jaxnorm.sharding.dims import DimMap

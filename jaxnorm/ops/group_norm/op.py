@@ -18,9 +18,9 @@ from jaxnorm.ops.group_norm.formula import (
     linear,
     plain,
 )
-from jaxnorm.primitive.described import Function, Request
 from jaxnorm.primitive.family import Family
 from jaxnorm.primitive.op import BROADCAST_WEIGHT, LIKE_X, CallRows, Derivative, Native, Op, statistics_of
+from jaxnorm.primitive.registry import Function, Request
 from jaxnorm.sharding import dims
 
 # The most channels of a group without positions that a CPU's kernels are slower for; measured on 2 cores with AVX2,

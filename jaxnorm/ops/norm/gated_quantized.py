@@ -24,11 +24,11 @@ from jaxnorm.ops.norm.gated_formula import Activation
 from jaxnorm.ops.norm.quantized_formula import Results
 from jaxnorm.ops.options import Implementation, NormOptions
 from jaxnorm.ops.quantize import rounding
-from jaxnorm.primitive.described import Function, Request
+from jaxnorm.primitive import registry
 from jaxnorm.primitive.family import Family
 from jaxnorm.primitive.op import Convention, Native, Op, Statistics
+from jaxnorm.primitive.registry import Function, Request
 from jaxnorm.quantization import LARGEST, Quantization, Quantized, quantized
-from jaxnorm.sharding import text
 
 
 class Operands(NamedTuple):
@@ -110,7 +110,7 @@ def _requested(request: Request) -> tuple[Norm, Operands]:
 
 
 # The name of the spec in programs of older builds.
-text.register_types(GatedNormQuantized=Norm)
+registry.add_types(GatedNormQuantized=Norm)
 
 GATED_NORM_QUANTIZED = Family(
     Op(

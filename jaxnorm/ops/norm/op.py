@@ -10,11 +10,11 @@ import numpy as np
 from jaxnorm.ops import speed
 from jaxnorm.ops.norm import formula, gated_formula as gated, shard
 from jaxnorm.ops.norm.formula import KINDS, STATISTICS, Dtype, Kind, Norm, Operands, Results, Saved, Variables
-from jaxnorm.primitive import weights
-from jaxnorm.primitive.described import Function, Request
+from jaxnorm.primitive import registry, weights
 from jaxnorm.primitive.family import Family
 from jaxnorm.primitive.op import LIKE_X, WEIGHT, BatchDims, Derivative, Native, Op, Role, Statistics, statistics_of
-from jaxnorm.sharding import dims, text
+from jaxnorm.primitive.registry import Function, Request
+from jaxnorm.sharding import dims
 
 ADDEND = "residual"  # the field of operands that is added to x
 BRANCH_SCALE = "branch_scale"  # and the one by which x is multiplied before
@@ -161,7 +161,7 @@ def with_gate(request: Request) -> dict[str, Any]:
 
 
 # The names of the spec in programs of older builds.
-text.register_types(GatedNorm=Norm, QuantizedNorm=Norm)
+registry.add_types(GatedNorm=Norm, QuantizedNorm=Norm)
 
 GATED_NORM = Family(
     Op(

@@ -16,9 +16,9 @@ from jaxnorm.ops.norm.op import ADDEND, NORM
 from jaxnorm.ops.norm.quantized_formula import Operands, Results, derivative, forward, plain
 from jaxnorm.ops.quantize import rounding
 from jaxnorm.primitive import weights
-from jaxnorm.primitive.described import Function, Request
 from jaxnorm.primitive.family import Family
 from jaxnorm.primitive.op import LIKE_X, SCALAR, WEIGHT, Convention, Native, Op, Role, Statistics
+from jaxnorm.primitive.registry import Function, Request
 from jaxnorm.quantization import LARGEST, Quantization
 from jaxnorm.sharding import dims
 

@@ -99,5 +99,5 @@ for primitive, abstract, formula, native in (
 ):
     primitive.multiple_results = True
     primitive.def_abstract_eval(abstract)
-    lowering.register_inner(primitive, formula, native, ["cuda"])
+    lowering.register_inner(primitive, formula, native, ("cuda",))
 ffi.allow_export(TARGETS)

@@ -19,9 +19,9 @@ from jaxnorm.ops.qk_norm_rotary.formula import (
     linear,
     plain,
 )
-from jaxnorm.primitive.described import Function, Request
 from jaxnorm.primitive.family import Family
 from jaxnorm.primitive.op import LIKE_X, Derivative, Native, Op, Role, statistics_of
+from jaxnorm.primitive.registry import Function, Request
 from jaxnorm.sharding import dims
 from jaxnorm.sharding.dims import DimMap
 

@@ -29,9 +29,9 @@ from jaxnorm.ops.qk_norm_rotary.packed import (
     linear,
     plain,
 )
-from jaxnorm.primitive.described import Function, Request
 from jaxnorm.primitive.family import Family
 from jaxnorm.primitive.op import LIKE_X, BatchDims, Derivative, Native, Op, Role
+from jaxnorm.primitive.registry import Function, Request
 from jaxnorm.sharding import dims
 from jaxnorm.sharding.dims import DimMap
 

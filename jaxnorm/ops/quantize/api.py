@@ -12,8 +12,9 @@ from jaxnorm.ops import checks as shared_checks
 from jaxnorm.ops.misuse import explained
 from jaxnorm.ops.quantize import checks, rounding
 from jaxnorm.ops.quantize.rounding import Derivative
-from jaxnorm.primitive import fallback
-from jaxnorm.primitive.described import WITHOUT_OP, Function
+from jaxnorm.primitive import fallback, registry
+from jaxnorm.primitive.decide import Formula
+from jaxnorm.primitive.registry import Function
 from jaxnorm.quantization import LARGEST, LARGEST_OF_WEIGHTS, Quantization, Quantized, quantized
 
 _EVERYWHERE = "it is a formula in jax.numpy on every platform, which XLA fuses"
@@ -118,11 +119,11 @@ def _quantized(
 def _function(name: str, argument: str) -> Function:
     return Function(
         name,
-        why_formula=lambda *_: _EVERYWHERE,
+        call=lambda _: Formula(_EVERYWHERE),
         arguments=lambda request: {argument: request.array(request.shape)},
         dtypes=tuple(map(np.dtype, (np.float32, jnp.bfloat16, np.float16))),
         out_dtypes=(*LARGEST, *LARGEST_OF_WEIGHTS),
     )
 
 
-WITHOUT_OP += [_function("quantize", "x"), _function("quantize_kernel", "kernel")]
+registry.add_functions(_function("quantize", "x"), _function("quantize_kernel", "kernel"))

@@ -6,13 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxnorm.native import compat
 from jaxnorm.ops import checks as shared_checks
 from jaxnorm.ops.misuse import explained
 from jaxnorm.ops.options import Implementation
 from jaxnorm.ops.quantized_dot import checks, op
 from jaxnorm.ops.quantized_dot.formula import Operands, QuantizedDot
-from jaxnorm.primitive import reasons
+from jaxnorm.primitive import decide
 from jaxnorm.quantization import Quantized
 
 NAME = "quantized_dot"
@@ -72,8 +71,7 @@ def _quantized_dot(x: Any, kernel: Any, out_dtype: Any, bias: Any, implementatio
         x.carrier if is_quantized else None,
         kernel.carrier,
     )
-    if spec.native_for:
-        _check_native(spec, operands)
+    decide.check_native(op.ProductCall(spec, jax.tree.map(jax.typeof, operands)))
     return op.bind(spec, operands)
 
 
@@ -89,14 +87,3 @@ def _out_dtype(out_dtype: Any, values: jax.Array) -> np.dtype[Any]:
 def _of_rows(scales: jax.Array, values: jax.Array) -> jax.Array:
     """A scale for each row, also where there is one for all."""
     return jnp.broadcast_to(scales, (*values.shape[:-1], 1))
-
-
-def _check_native(spec: QuantizedDot, operands: Operands) -> None:
-    platform = compat.default_platform()
-    reason = op.why_not(spec, jax.tree.map(jax.typeof, operands))
-    reason = reason or reasons.why_not(place=reasons.Place(platform, has_native=True))
-    if reason or platform != "cuda":
-        raise RuntimeError(
-            f"{spec.native_for}: implementation='native' cannot serve this call: "
-            f"{reason or f'there is a kernel for cuda, none for {platform}'}. With implementation=None XLA serves it."
-        )

@@ -20,11 +20,12 @@ from jax.interpreters import ad, batching, mlir
 from jaxnorm.native import compat, cublaslt, ffi
 from jaxnorm.ops.quantized_dot import formula
 from jaxnorm.ops.quantized_dot.formula import Operands, QuantizedDot
-from jaxnorm.primitive import fallback, lowering, reasons
-from jaxnorm.primitive.described import DESCRIBERS, WITHOUT_OP, Described, Function, Request
+from jaxnorm.primitive import fallback, lowering, reasons, registry
+from jaxnorm.primitive.decide import Call, Program
+from jaxnorm.primitive.registry import Described, Function, Request
 from jaxnorm.primitive.rules import examples_first
 from jaxnorm.quantization import Quantized
-from jaxnorm.sharding import partition, text
+from jaxnorm.sharding import partition
 from jaxnorm.sharding.dims import CallMaps
 
 TARGET = "jaxnorm_quantized_dot"
@@ -47,65 +48,70 @@ def _operands(tree: Any, leaves: Any) -> Operands:
     return Operands(*jax.tree.unflatten(tree, leaves))
 
 
-def why_not(spec: QuantizedDot, operands: Operands) -> str | None:
-    """Why no kernel serves operands of these types."""
-    x, weights, bias = operands.x, operands.weights, operands.bias
-    lengths = weights.shape[-2:]
-    if not {x.dtype, weights.dtype} <= FLOAT8:
-        return f"x is {x.dtype} and the kernel {weights.dtype}, and cuBLASLt is taken for float8"
-    if spec.wants_all_digits:
-        return "jax.default_matmul_precision asks for all digits of float32, and cuBLASLt keeps fewer"
-    if x.dtype == weights.dtype == jnp.float8_e5m2:
-        return "x and the kernel are float8_e5m2, and cuBLASLt wants one of them to be float8_e4m3fn"
-    if not all(isinstance(length, int) and length and length % MULTIPLE == 0 for length in lengths):
-        return f"outputs and inputs of the kernel are {weights.shape[-2:]}, and cuBLASLt wants multiples of {MULTIPLE}"
-    if spec.out_dtype not in ffi.DTYPES:
-        return f"the result is {spec.out_dtype}, kernels give {', '.join(sorted(d.name for d in ffi.DTYPES))}"
-    if bias is not None and (bias.dtype != spec.out_dtype or spec.out_dtype == np.float32):
-        return f"bias is {bias.dtype} and the result {spec.out_dtype}, and cuBLASLt wants both of the same 16 bits"
-    return "cuBLASLt takes no examples of kernels, as jax.vmap makes them" if spec.batch else None
+@dataclasses.dataclass(frozen=True)
+class ProductCall(Call):
+    """A product, by the types of its operands."""
+
+    spec: QuantizedDot
+    operands: Operands
+    platforms = ("cuda",)
+
+    @property
+    def native_for(self) -> str | None:  # type: ignore[override]
+        return self.spec.native_for
+
+    def nowhere(self) -> str | None:
+        spec, x, weights, bias = self.spec, self.operands.x, self.operands.weights, self.operands.bias
+        lengths = weights.shape[-2:]
+        if not {x.dtype, weights.dtype} <= FLOAT8:
+            return f"x is {x.dtype} and the kernel {weights.dtype}, and cuBLASLt is taken for float8"
+        if spec.wants_all_digits:
+            return "jax.default_matmul_precision asks for all digits of float32, and cuBLASLt keeps fewer"
+        if x.dtype == weights.dtype == jnp.float8_e5m2:
+            return "x and the kernel are float8_e5m2, and cuBLASLt wants one of them to be float8_e4m3fn"
+        if not all(isinstance(length, int) and length and length % MULTIPLE == 0 for length in lengths):
+            return f"outputs and inputs of the kernel are {lengths}, and cuBLASLt wants multiples of {MULTIPLE}"
+        if spec.out_dtype not in ffi.DTYPES:
+            return f"the result is {spec.out_dtype}, kernels give {', '.join(sorted(d.name for d in ffi.DTYPES))}"
+        if bias is not None and (bias.dtype != spec.out_dtype or spec.out_dtype == np.float32):
+            return f"bias is {bias.dtype} and the result {spec.out_dtype}, and cuBLASLt wants both of the same 16 bits"
+        return "cuBLASLt takes no examples of kernels, as jax.vmap makes them" if spec.batch else None
+
+    def unfit(self, program: Program) -> str | None:
+        only = f"cuBLASLt scales by row and column on GPUs of compute capability {CAPABILITY}"
+        if program.is_exported:
+            return f"{only}, and an exported program may run on others"
+        if (capabilities := ffi.capabilities()) != {CAPABILITY}:
+            return f"{only}, and here is {', '.join(sorted(capabilities)) or 'none'}"
+        return cublaslt.why_not()
+
+    def unserved(self, platform: str) -> str | None:
+        x = self.operands.x
+        if math.prod(n for n in x.shape[:-1] if isinstance(n, int)) <= reasons.MOST_ROWS:
+            return None
+        return f"x has shape {x.shape}, and a CUDA kernel takes at most {reasons.MOST_ROWS} rows"
+
+    def left_out(self, platform: str) -> str | None:
+        if self.spec.implementation == "xla":
+            return f"{fallback.ASKED_FOR}{self.spec.how}"
+        lengths = [*self.operands.x.shape[:-1], self.operands.weights.shape[0]]
+        rows, columns = (math.prod(n for n in part if isinstance(n, int)) for part in (lengths[:-1], lengths[-1:]))
+        few = FEW if min(rows, columns, self.operands.x.shape[-1]) < SHORT else LEAST
+        is_slower = rows * columns < few and not self.native_for
+        return f"XLA's code is faster for results of less than {few} elements" if is_slower else None
 
 
-def why_formula(platform: str, spec: QuantizedDot, operands: Operands, *, is_exported: bool = False) -> str | None:
-    """Why XLA makes the product of operands of these types on a platform."""
-    return _why_not_here(platform, spec, operands, is_exported=is_exported) or _slower(spec, operands)
-
-
-def _why_not_here(platform: str, spec: QuantizedDot, operands: Operands, *, is_exported: bool) -> str | None:
-    if platform != "cuda":
-        return f"there is a kernel for cuda, none for {platform}"
-    if reason := why_not(spec, operands):
-        return reason
-    if reason := ffi.why_nowhere(platform):
-        return reason
-    only = f"cuBLASLt scales by row and column on GPUs of compute capability {CAPABILITY}"
-    if is_exported:
-        return f"{only}, and an exported program may run on others"
-    if math.prod(n for n in operands.x.shape[:-1] if isinstance(n, int)) > reasons.MOST_ROWS:
-        return f"x has shape {operands.x.shape}, and a CUDA kernel takes at most {reasons.MOST_ROWS} rows"
-    if (capabilities := ffi.capabilities()) != {CAPABILITY}:
-        return f"{only}, and here is {', '.join(sorted(capabilities)) or 'none'}"
-    return cublaslt.why_not()
-
-
-def _slower(spec: QuantizedDot, operands: Operands) -> str | None:
-    if spec.implementation == "xla":
-        return f"{fallback.ASKED_FOR}{spec.how}"
-    lengths = [*operands.x.shape[:-1], operands.weights.shape[0]]
-    rows, columns = (math.prod(n for n in part if isinstance(n, int)) for part in (lengths[:-1], lengths[-1:]))
-    few = FEW if min(rows, columns, operands.x.shape[-1]) < SHORT else LEAST
-    is_slower = rows * columns < few and not spec.native_for
-    return f"XLA's code is faster for results of less than {few} elements" if is_slower else None
+def _call(*types: Any, tree: Any, spec: QuantizedDot) -> ProductCall:
+    return ProductCall(spec, _matrices(spec, _operands(tree, types)))
 
 
 def _described(*types: Any, tree: Any, spec: QuantizedDot) -> Described:
     operands = _operands(tree, types)
+    return Described("quantized_dot", operands, "forward", ProductCall(spec, operands))
 
-    return Described("quantized_dot", operands, "forward", lambda on: why_formula(on, spec, operands), spec.native_for)
 
-
-def _why_formula(platform: str, request: Request) -> str | None:
-    return why_formula(platform, QuantizedDot(out_dtype=request.out_dtype), _requested(request))
+def _of_request(request: Request) -> ProductCall:
+    return ProductCall(QuantizedDot(out_dtype=request.out_dtype), _requested(request))
 
 
 def _requested(request: Request) -> Operands:
@@ -136,24 +142,11 @@ def _formula(*leaves: Any, tree: Any, spec: QuantizedDot) -> list[jax.Array]:
     return [formula.forward(spec, _operands(tree, leaves))]
 
 
-_lower_formula = mlir.lower_fun(_formula)
-
-
 def _native(platform: str, ctx: Any, *leaves: Any, tree: Any, spec: QuantizedDot) -> Sequence[Any]:
-    is_split = compat.is_split_by_xla(ctx)
-    if spec.summed > 1 and not is_split:
+    if spec.summed > 1:
         flat: Sequence[Any] = mlir.lower_fun(functools.partial(_of_matrices, tree=tree, spec=spec))(ctx, *leaves)
         return flat
-    types = _matrices(spec, _operands(tree, ctx.avals_in))
-    reason = _why_not_here(platform, spec, types, is_exported=compat.is_exported(ctx))
-    if reason is not None and spec.native_for:
-        raise reasons.cannot_compile(spec.native_for, platform, reason)
-    if reason is not None or _slower(spec, types):
-        by_xla: Sequence[Any] = _lower_formula(ctx, *leaves, tree=tree, spec=spec)
-        return by_xla
-    if is_split:
-        return partition.lower(platform, _primitive, ctx, *leaves, tree=tree, in_place=False, spec=spec)
-    operands = _operands(tree, leaves)
+    operands, types = _operands(tree, leaves), _operands(tree, ctx.avals_in)
     values, avals = (
         [of.x, of.x_scales, of.weights, of.weight_scales, *([] if of.bias is None else [of.bias])]
         for of in (operands, types)
@@ -241,17 +234,17 @@ _primitive = Primitive("jaxnorm_quantized_dot")
 _primitive.multiple_results = True
 _primitive.def_abstract_eval(_abstract)
 partition.register(_primitive, _dim_maps, is_product=True)
-text.register_types(QuantizedDot)
-lowering.register(_primitive, _formula, _native, _of_shard, splits=True)
+registry.add_types(QuantizedDot)
+lowering.register(_primitive, _formula, _native, _call, _of_shard)
 compat.run_eagerly(_primitive)
 compat.check_nans(_primitive)
 batching.primitive_batchers[_primitive] = _batch
 ad.primitive_jvps[_primitive] = _jvp
-DESCRIBERS[_primitive] = _described
-WITHOUT_OP.append(
+registry.entry(_primitive).describe = _described
+registry.add_functions(
     Function(
         "quantized_dot",
-        why_formula=_why_formula,
+        call=_of_request,
         arguments=_arguments,
         dtypes=tuple(map(jnp.dtype, ("float8_e4m3fn", "float8_e5m2", "int8", "bfloat16", "float16", "float32"))),
         out_dtypes=tuple(map(jnp.dtype, ("bfloat16", "float16", "float32"))),

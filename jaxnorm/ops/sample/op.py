@@ -6,9 +6,9 @@ import numpy as np
 
 from jaxnorm.native import compat
 from jaxnorm.ops.sample.formula import Operands, Results, Sample, forward
-from jaxnorm.primitive.described import Function, Request
 from jaxnorm.primitive.family import Family
 from jaxnorm.primitive.op import BROADCAST, LIKE_X, STATISTIC, CallRows, Native, Op, statistics_of
+from jaxnorm.primitive.registry import Function, Request
 from jaxnorm.sharding import dims
 
 NAME = "jaxnorm_sample"

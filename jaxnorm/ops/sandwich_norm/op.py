@@ -21,9 +21,9 @@ from jaxnorm.ops.sandwich_norm.formula import (
     plain,
 )
 from jaxnorm.primitive import weights
-from jaxnorm.primitive.described import Function, Request
 from jaxnorm.primitive.family import Family
 from jaxnorm.primitive.op import LIKE_X, WEIGHT, Derivative, Native, Op, Statistics, statistics_of
+from jaxnorm.primitive.registry import Function, Request
 from jaxnorm.sharding import dims
 
 

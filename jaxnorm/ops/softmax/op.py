@@ -9,9 +9,9 @@ from jaxnorm.ops import speed
 from jaxnorm.ops.logits import several_axes, widened
 from jaxnorm.ops.softmax import formula
 from jaxnorm.ops.softmax.formula import Operands, Results, SavedOfLog, SavedOfSoftmax, Softmax, Variables
-from jaxnorm.primitive.described import Function, Request
 from jaxnorm.primitive.family import Family
 from jaxnorm.primitive.op import BROADCAST, LIKE_X, CallRows, Derivative, Native, Op, statistics_of
+from jaxnorm.primitive.registry import Function, Request
 from jaxnorm.sharding import dims
 
 ROLES = {"x": LIKE_X, "where": BROADCAST, "lengths": BROADCAST, "starts": BROADCAST, "y": LIKE_X}
