@@ -11,9 +11,10 @@ import jax
 from jaxnorm.inspect import progress, turns
 from jaxnorm.inspect.explain import explain
 from jaxnorm.inspect.tuned import Trial, Tuned, Where, as_mapping, calls_of, devices_of
-from jaxnorm.native import compat, ffi
+from jaxnorm.native import compat
 from jaxnorm.ops import options
 from jaxnorm.primitive import registry
+from jaxnorm.primitive.decide import Platform
 from jaxnorm.reports import Call, Explanation
 
 NO_CALL = "no function of jaxnorm is in this program"
@@ -126,7 +127,7 @@ def _why_nothing(calls: Explanation, free: Free, platform: str) -> str:
     """Why there is nothing to choose, and nothing to compile; empty where there is."""
     if not calls:
         return NO_CALL
-    if reason := ffi.why_nowhere(platform):
+    if reason := Platform.here(platform).lacks:
         return f"XLA's code runs whatever is chosen: {reason}"
     if not free:
         return ALL_CHOSEN

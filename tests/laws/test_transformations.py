@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import assert_close, bits, operands
+from cases import assert_close, bits, draw, operands
 from coverage import over
 from hlo import compiled_text, count_native_calls
+from internals import CASES
 from jax.experimental import checkify
 from table import (
     ADDED,
@@ -30,6 +31,8 @@ from table import (
     SANDWICH,
 )
 from transformations import OF_EVERY_OPERAND, OF_WEIGHTS, POLICIES, TRANSFORMATIONS, operand_by_operand
+
+import jaxnorm
 
 pytestmark = pytest.mark.jax_version
 
@@ -155,6 +158,24 @@ def test_examples_of_rows_have_the_bits_of_calls_one_by_one(op, moved):
     one_by_one = [function(*(a[i] if j in moved else a for j, a in enumerate(examples))) for i in range(3)]
     expected = jax.tree.map(lambda *leaves: jnp.stack(leaves), *one_by_one)
     assert bits(jax.jit(jax.vmap(function, axes))(*examples)) == bits(expected)
+
+
+@pytest.mark.needs("kernels")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.name}, {case.example}")
+def test_each_case_of_vmap_is_what_its_example_says(case):
+    def loss(x, scale):
+        return jnp.sin(jaxnorm.rms_norm(x, scale)).sum()
+
+    names = {"y": jaxnorm.rms_norm, "dx": jax.grad(loss, 0), "dscale": jax.grad(loss, 1)}
+    text, of_one_row, _ = case.example.partition(" of one row")
+    function, axes = eval(text, names | {"vmap": lambda *given: given})
+    x, scale = draw("x", (3, 1 if of_one_row else 4, 64)), draw("scale", (3, 64))
+    args = [array if axis == 0 else array[0] for array, axis in zip((x, scale), axes, strict=True)]
+    examples = [function(*(a[i] if axis == 0 else a for a, axis in zip(args, axes, strict=True))) for i in range(3)]
+    program = jax.jit(jax.vmap(function, axes))
+    assert_close(program(*args), jnp.stack(examples))
+    target = f"jaxnorm_rms_norm_{'fwd' if function is jaxnorm.rms_norm else 'bwd'}"
+    assert count_native_calls(program.lower(*args).as_text()).get(target, 0) == case.calls
 
 
 def test_every_policy_is_in_the_table():
