@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from jaxnorm.native import compat, ffi, source
+from jaxnorm.native import compat, ffi
 from jaxnorm.ops import misuse
 from jaxnorm.ops.options import around
 from jaxnorm.primitive import decide, fallback, registry
@@ -48,8 +48,8 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
     """
     if not callable(function):
         raise TypeError(f"explain: the first argument must be a function, got {_in_words(function)}")
-    found: list[tuple[source.Line | None, Call]] = []
-    caller = source.line_of_user()
+    found: list[tuple[fallback.Line | None, Call]] = []
+    caller = fallback.line_of_user()
 
     def hear(formula: fallback.Formula) -> None:
         reason = f"{formula.reason}{_context(formula)}" if formula.reason == fallback.ASKED_FOR else formula.reason
@@ -91,10 +91,10 @@ def _in_words(value: Any) -> str:
     return f"{type(value).__name__}; {remedy}."
 
 
-def calls_in(jaxpr: Any, outer: source.Line | None = None) -> Iterator[tuple[source.Line | None, Described]]:
+def calls_in(jaxpr: Any, outer: fallback.Line | None = None) -> Iterator[tuple[fallback.Line | None, Described]]:
     """The calls that are primitives, at any depth. Those in which there is no line of the user have the outer one."""
     for equation in jaxpr.eqns:
-        line = source.line_of_user(equation.source_info.traceback) or outer
+        line = fallback.line_of_user(equation.source_info.traceback) or outer
         if describe := registry.known(equation.primitive).describe:
             yield line, describe(*(var.aval for var in equation.invars), **equation.params)
         for inner in _jaxprs(equation.params.values()):
@@ -109,7 +109,7 @@ def _jaxprs(values: Iterable[Any]) -> Iterator[Any]:
             yield from _jaxprs(value)
 
 
-def _call(line: source.Line | None, call: Described) -> Call:
+def _call(line: fallback.Line | None, call: Described) -> Call:
     """The row of a call."""
     where = "unknown" if line is None else f"{os.path.relpath(line.file)}:{line.number} ({line.function})"
     platforms = dict.fromkeys((*ffi.PLATFORMS, compat.default_platform()))

@@ -1,14 +1,16 @@
 """What jaxnorm is made of here, and what would run for a given array: `python -m jaxnorm.info [--json]`."""
 
 import dataclasses
+import html
 import importlib.metadata
 import json
 import math
 import platform as python_platform
 from collections.abc import Iterator
+from importlib import resources
 from typing import Any
 
-from jaxnorm.inspect import explain, plan_page, question
+from jaxnorm.inspect import explain, question
 from jaxnorm.native import compat, ffi
 from jaxnorm.ops.options import Choice, around
 from jaxnorm.primitive import fallback, op, registry, weights
@@ -157,6 +159,45 @@ def _ways_in_words(norm: Report) -> Iterator[str]:
         yield f"{'':18}(on a GPU whose largest cluster has {norm['largest_cluster']} blocks)"
 
 
+# What the example begins with: 3 rows of 8, which are read in blocks of 4.
+EXAMPLE = (
+    (1.0, -2.0, 0.5, 1.5, -1.0, 2.0, -0.5, 3.0),
+    (2.0, -1.5, 3.0, 1.0, -2.0, 2.0, -4.0, 2.0),
+    (4.0, -3.0, 1.5, -2.5, 3.0, -0.5, 2.5, 1.0),
+)
+
+
+def html_page(call: Report, words: str) -> str:
+    """The page of a call, `--html`, from what is reported of it, and said of it in words: one file, no network."""
+    shape = "\u00d7".join(map(str, call["shape"]))
+    title = f"{call['op']} of {call['dtype']}[{shape}] on {call['platform']}"
+    data = {
+        "title": title,
+        "words": words,
+        "no_plan": f"There is no launch plan to show{why}." if (why := why_no_plan(call)) else "",
+        "plans": call.get("plans", {}),
+        "example": EXAMPLE if call["op"] == "rms_norm" else None,
+    }
+    # "<" would let a string of the data end it.
+    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    template = resources.files("jaxnorm.inspect").joinpath("plan_page.html").read_text(encoding="utf-8")
+    return template.replace("{title}", html.escape(title)).replace("{data}", text)
+
+
+def why_no_plan(call: Report) -> str:
+    """Why a call has no launch plan, behind the sentence that speaks of it; nothing where it has one."""
+    if "plans" in call:
+        return ""
+    if call["platform"] == "cuda" and call["implementation"] == "native":
+        return f": the kernels of {call['op']} have none of rows"
+    whose = ": plans are those of the CUDA kernels"
+    if not ffi.available("cuda"):
+        return f"{whose}, which this jaxnorm was built without"
+    if call["platform"] == "cuda":
+        return ": the formula has none"
+    return f"{whose}, and --platform cuda shows them, also without a GPU"
+
+
 def main(arguments: list[str] | None = None) -> None:
     options, request = question.parse(arguments)
     if options.explain:
@@ -173,11 +214,11 @@ def main(arguments: list[str] | None = None) -> None:
     }
     if options.html:
         try:
-            page = plan_page.page(report["call"], call_in_words(report["call"], report["call"]["why"]))
+            page = html_page(report["call"], call_in_words(report["call"], report["call"]["why"]))
             options.html.write_text(page, encoding="utf-8")
         except OSError as error:
             question.make_parser().error(f"--html: {error}")
     print(json.dumps(report, indent=2) if options.json else in_words(report))
     if options.html and not options.json:
-        why = plan_page.why_no_plan(report["call"])
+        why = why_no_plan(report["call"])
         print(f"\n{options.html} is the page{', without a launch plan' if why else ''}{why}")

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxnorm.inspect import progress, turns
+from jaxnorm.inspect import turns
 from jaxnorm.inspect.explain import explain
 from jaxnorm.inspect.tuned import Trial, Tuned, Where, as_mapping, calls_of, devices_of
 from jaxnorm.native import compat
@@ -92,7 +92,7 @@ def _tuned(function: Any, program: turns.Program, calls: Explanation, free: Free
         forward = sum(call.direction == "forward" for call in calls)
         search = _Search(program, text, program.donated(lowered), 2 + 2 * forward)
         attempts = [(*one, chosen) for one in free for chosen in _others(calls, one, free, platform)]
-        with progress.Line(f"tune: {name}", len(attempts) + 1) as line:
+        with turns.Progress(f"tune: {name}", len(attempts) + 1) as line:
             for attempt in attempts:
                 line.step()
                 search.attempt(*attempt)

@@ -5,15 +5,16 @@ import dataclasses
 import importlib.metadata
 import json
 import os
+import reprlib
 import textwrap
 import threading
+import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import jax
 
-from jaxnorm.inspect import saved
 from jaxnorm.inspect.explain import explain
 from jaxnorm.native import ffi
 from jaxnorm.ops import options
@@ -231,9 +232,9 @@ def _read(path: str | os.PathLike[str]) -> Tuned:
             content = json.loads(Path(path).read_bytes())
         except (RecursionError, ValueError) as error:
             raise ValueError(f"it is no JSON: {error}") from None
-        if isinstance(content, dict) and saved.read(int, content.pop(NAME, None), NAME) != FORMAT:
+        if isinstance(content, dict) and from_json(int, content.pop(NAME, None), NAME) != FORMAT:
             raise ValueError("another format")
-        tuned: Tuned = saved.read(Tuned, content, "it")
+        tuned: Tuned = from_json(Tuned, content, "it")
     return tuned
 
 
@@ -256,3 +257,43 @@ def _some(calls: Iterable[str]) -> str:
 
 def _milliseconds(seconds: float | None) -> str:
     return "" if seconds is None else f"{seconds * 1e3:.4g} ms"
+
+
+IN_JSON = {str: "a string", int: "an integer", float: "a number", type(None): "null"}
+
+
+def from_json(kind: Any, value: Any, name: str) -> Any:
+    """The value of JSON as `kind`, which is a dataclass, a tuple of types, or a union of those of IN_JSON.
+
+    Raises:
+      ValueError: it is none; the message names the part that is not.
+    """
+    if dataclasses.is_dataclass(kind):
+        return _record(kind, value, name)
+    of_parts = typing.get_args(kind)
+    if typing.get_origin(kind) is tuple:
+        any_number = of_parts[-1] is ...
+        if not isinstance(value, list) or not (any_number or len(value) == len(of_parts)):
+            _refuse(value, name, "a list" if any_number else f"a list of {len(of_parts)}")
+        kinds = of_parts[:1] * len(value) if any_number else of_parts
+        return tuple(from_json(part, value[place], f"{name}[{place}]") for place, part in enumerate(kinds))
+    kinds = of_parts or (kind,)
+    if type(value) not in kinds and not (type(value) is int and float in kinds):
+        _refuse(value, name, " or ".join(IN_JSON[part] for part in kinds))
+    return value
+
+
+def _record(kind: Any, value: Any, name: str) -> Any:
+    kinds = {field.name: field.type for field in dataclasses.fields(kind)}
+    if not isinstance(value, dict):
+        _refuse(value, name, "an object")
+    if missing := [field for field in kinds if field not in value]:
+        raise ValueError(f"{name} has no {missing[0]}")
+    if surplus := [field for field in value if field not in kinds]:
+        raise ValueError(f"{name} has {reprlib.repr(surplus[0])}, which is no field of it")
+    prefix = "" if name == "it" else f"{name}."
+    return kind(**{field: from_json(of_field, value[field], prefix + field) for field, of_field in kinds.items()})
+
+
+def _refuse(value: Any, name: str, expected: str) -> NoReturn:
+    raise ValueError(f"{name} is {reprlib.repr(value)}, expected {expected}")

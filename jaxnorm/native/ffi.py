@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.extend.mlir.dialects import stablehlo
 
-from jaxnorm.native import compat, elf, fit
+from jaxnorm.native import compat, fit
 
 # JAX's name of a platform in lowering rules -> XLA's name of it in registrations.
 PLATFORMS = {"cpu": "cpu", "cuda": "CUDA"}
@@ -148,7 +148,7 @@ def _load(platform: str) -> None:
     try:
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.origin is not None:
-            elf.check_whole(spec.origin)
+            fit.check_whole(spec.origin)
         native = importlib.import_module(name)
     except ImportError as error:
         _errors[platform] = error

@@ -1,6 +1,8 @@
-"""Whether CUDA kernels run on a GPU, from what they were compiled for and the versions of GPU, driver and toolkit."""
+"""Whether kernels that were built can be loaded and run: their file is whole, and fits GPU, driver and toolkit."""
 
+import os
 import re
+import struct
 
 # A driver reads kernels that were compressed for size from this version of CUDA on.
 LEAST_DRIVER = (12, 4)
@@ -63,3 +65,26 @@ def _version(text: str) -> _Version:
 
 def _text(version: _Version) -> str:
     return ".".join(map(str, version))
+
+
+# Of the header of a file of ELF: its beginning, and where it says where the headers of segments begin, how long each of
+# these is and how many there are. Of a segment's: where it says where in the file that begins, and how long it is.
+MAGIC, LENGTH, TABLE, ROW = b"\x7fELF\x02\x01", 64, 32, 54
+BEGIN, BYTES = 8, 32
+
+
+def check_whole(path: str) -> None:
+    """ImportError where bytes are missing. What is no 64-bit file of ELF is left to the loader."""
+    with open(path, "rb") as file:
+        header = file.read(LENGTH)
+        if len(header) < LENGTH or not header.startswith(MAGIC):
+            return
+        (first,), (row, rows) = struct.unpack_from("<Q", header, TABLE), struct.unpack_from("<HH", header, ROW)
+        file.seek(first)
+        table = file.read(row * rows)
+    needed = first + row * rows
+    for at in range(0, len(table) - row + 1, row or 1):
+        begin, length = (struct.unpack_from("<Q", table, at + field)[0] for field in (BEGIN, BYTES))
+        needed = max(needed, begin + length)
+    if (size := os.path.getsize(path)) < needed:
+        raise ImportError(f"{path}: file too short, {size} bytes of {needed}")

@@ -9,10 +9,13 @@ formula. Weight gradients are summed over the devices that hold different rows.
 A `shard_map` over some axes of a mesh leaves XLA groups of devices, which it numbers anew for each call. There a call
 has one operand more, whose sharding tells which device has which number; nothing is computed with it.
 
-What a call computes stands in its text, see `jaxnorm.sharding.text`.
+What a call computes stands in its text, in JSON. Nothing in that refers to the process that made it, so a program may
+be cached or exported and compiled elsewhere. An exported program outlives the package's code, so what is in it stays
+readable: a dataclass may get fields with defaults, and anything else needs a new VERSION.
 """
 
 import dataclasses
+import json
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -21,12 +24,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
+from jax.sharding import PartitionSpec
 
 from jaxnorm.native import compat, ffi
 from jaxnorm.primitive import registry
-from jaxnorm.sharding import dims, text
+from jaxnorm.primitive.registry import TYPES
+from jaxnorm.sharding import dims
 from jaxnorm.sharding.dims import CallMaps
-from jaxnorm.sharding.placement import Array, Placement, of_product
+from jaxnorm.sharding.shards import Array, Placement, of_product
 
 # (the types of the operands at their places, params) -> the dim maps of the operands that are there, and of the results
 DimMaps = Callable[..., CallMaps]
@@ -74,7 +79,7 @@ def lower(
     if in_place:
         params["computed"] = [place for place, operand in enumerate(operands) if compat.is_computed(operand)]
     mesh = compat.partly_manual(ctx)
-    call = text.encode(platform, primitive.name, places, params, mesh)
+    call = encode(platform, primitive.name, places, params, mesh)
     if mesh is not None:
         ctx, devices = compat.with_devices(ctx)
         operands = *operands, devices
@@ -107,7 +112,7 @@ class PartitionedCall(NamedTuple):
 
     @classmethod
     def read(cls, call: bytes, operands: list[Array], results: list[Array]) -> "PartitionedCall":
-        platform, name, places, params, mesh = text.decode(call)
+        platform, name, places, params, mesh = decode(call)
         groups = None
         if mesh is not None:
             *operands, devices = operands
@@ -200,3 +205,47 @@ def _partition(
 
 
 compat.register_partitioner(ffi.PARTITIONED, _partition)
+
+
+VERSION = 1
+
+
+def encode(*call: Any) -> str:
+    return json.dumps([VERSION, *call], default=_encode, sort_keys=True)
+
+
+def decode(text: bytes) -> Any:
+    """The arguments of `encode`, with tuples in place of lists."""
+    version, *call = _decode(json.loads(text))
+    if version != VERSION:
+        raise ValueError(
+            f"jaxnorm: a program has a call of version {version}, this jaxnorm reads {VERSION}; export it again."
+        )
+    return call
+
+
+def _encode(value: object) -> dict[str, Any] | None:
+    if isinstance(value, np.dtype):
+        return {"dtype": value.name}
+    if isinstance(value, PartitionSpec):  # over an Explicit mesh, which a device's program has no axis of
+        return None
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return {type(value).__name__: fields}
+    raise TypeError(f"{value!r} cannot stand in a call's text")
+
+
+def _decode(value: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(map(_decode, value))
+    if value == "jnp":  # what the implementation "xla" was called
+        return "xla"
+    if not isinstance(value, dict):
+        return value
+    decoded = {key: _decode(item) for key, item in value.items()}
+    if len(decoded) > 1:
+        return decoded
+    ((name, content),) = decoded.items()
+    if name == "dtype":
+        return np.dtype(content)
+    return TYPES[name](**content) if name in TYPES else decoded

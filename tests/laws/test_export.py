@@ -19,7 +19,7 @@ from cases import KINDS, NORMS as FUNCTIONS, assert_close, assert_near, bits, dr
 from coverage import cover, over
 from exporting import OF_NO_ROW, PLATFORMS, WAYS, artefacts, exported, exported_of_no_row, function_of, programs_of
 from hlo import count_native_calls
-from internals import text
+from internals import partition
 from jax import export
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from meshes import mesh_of, placed
@@ -225,18 +225,18 @@ FORMER = {
 @pytest.mark.parametrize("name", FORMER)
 def test_a_spec_of_an_older_build_is_read(name):
     fields, function = FORMER[name]
-    (spec,) = text.decode(json.dumps([text.VERSION, {name: fields}]).encode())
+    (spec,) = partition.decode(json.dumps([partition.VERSION, {name: fields}]).encode())
     assert repr(spec) in str(jax.make_jaxpr(function)(jnp.ones((4, 64))))
 
 
 # Names of primitives had their directions in full.
 def test_a_call_of_before_that_xla_splits(devices, monkeypatch):
-    encode = text.encode
+    encode = partition.encode
 
     def former(platform, name, *call):
         return encode(platform, name.replace("_fwd", "_forward").replace("_bwd", "_backward"), *call)
 
-    monkeypatch.setattr(text, "encode", former)
+    monkeypatch.setattr(partition, "encode", former)
     x = draw_x((8, 64))
     step = jax.jit(jax.value_and_grad(loss_of(partial(jaxnorm.layer_norm, implementation="native"))))
     expected = step(x)

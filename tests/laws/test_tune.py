@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from internals import ffi, progress, reasons, tuning, turns
+from internals import ffi, reasons, tuning, turns
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jaxnorm
@@ -194,7 +194,7 @@ def test_it_tells_the_time_that_is_left(times, monkeypatch, capsys, is_terminal,
         return measured(runs)
 
     monkeypatch.setattr(turns, "in_turns", in_turns)
-    monkeypatch.setattr(progress, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(turns, "monotonic", lambda: clock[0])
     monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
     jaxnorm.tune(jax.grad(loss), X, SCALE)
     out, err = capsys.readouterr()
@@ -208,7 +208,7 @@ def test_it_tells_the_time_that_is_left(times, monkeypatch, capsys, is_terminal,
 
 def test_a_line_ends_where_an_error_ends_what_it_tells_of(monkeypatch, capsys):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    with contextlib.suppress(ZeroDivisionError), progress.Line("tune", 2) as line:
+    with contextlib.suppress(ZeroDivisionError), turns.Progress("tune", 2) as line:
         line.step()
         raise ZeroDivisionError
     assert capsys.readouterr().err == "\rtune: 0 of 2 done\n"

@@ -2,9 +2,8 @@
 
 # ruff: noqa: F401 (others import what is imported here)
 
-from jaxnorm.inspect import plan_page, progress, tune as tuning, turns
+from jaxnorm.inspect import report, tune as tuning, turns
 from jaxnorm.inspect.explain import calls_in
-from jaxnorm.inspect.report import ALONE as FORWARD_ALONE
 from jaxnorm.native import compat, cublaslt, ffi, fit, private
 from jaxnorm.ops.cross_entropy.formula import CrossEntropy, Operands as CrossEntropyOperands
 from jaxnorm.ops.cross_entropy.op import CROSS_ENTROPY
@@ -22,7 +21,7 @@ from jaxnorm.primitive.decide import ALONE, Call, Platform, Program, decide
 from jaxnorm.primitive.registry import functions
 from jaxnorm.primitive.weights import LONGEST as LONGEST_PER_HEAD
 from jaxnorm.quantization import GROUP_SIZES
-from jaxnorm.sharding import text
+from jaxnorm.sharding import partition
 
 _slower, _few, _least = reasons.slower, quantized_dot.FEW, quantized_dot.LEAST
 _few_sums, _short_sums = embedding_op.FEW, embedding_op.SHORT

@@ -25,7 +25,7 @@ from jaxnorm.primitive.decide import Call, Formula
 from jaxnorm.primitive.registry import Described, Function, Request
 from jaxnorm.sharding import partition
 from jaxnorm.sharding.dims import CallMaps, DimMap, wide_dtype
-from jaxnorm.sharding.placement import Placement
+from jaxnorm.sharding.shards import Placement
 
 TARGET = "jaxnorm_segment_sum"
 MOST = 2**31 - 2**10  # positions and segments: int32 counts them, and what a kernel looks ahead
