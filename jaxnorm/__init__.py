@@ -129,11 +129,10 @@ from jaxnorm.ops.float8_linear.recipe import Float8Recipe, float8_dot_general
 from jaxnorm.ops.gated_activation.api import gated_activation
 from jaxnorm.ops.gated_activation.quantized_api import gated_activation_quantized
 from jaxnorm.ops.group_norm.api import group_norm
-from jaxnorm.ops.norm.added_api import add_layer_norm, add_rms_norm
-from jaxnorm.ops.norm.api import layer_norm, rms_norm
-from jaxnorm.ops.norm.gated_api import gated_rms_norm
+from jaxnorm.ops.norm.api import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from jaxnorm.ops.norm.gated import gated_rms_norm
 from jaxnorm.ops.norm.gated_quantized import gated_rms_norm_quantized
-from jaxnorm.ops.norm.quantized_api import layer_norm_quantized, rms_norm_quantized
+from jaxnorm.ops.norm.quantized import layer_norm_quantized, rms_norm_quantized
 from jaxnorm.ops.options import implementation
 from jaxnorm.ops.qk_norm_rotary.api import qk_norm_rotary
 from jaxnorm.ops.qk_norm_rotary.packed_api import qkv_norm_rotary
