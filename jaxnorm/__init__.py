@@ -125,8 +125,7 @@ from jaxnorm.ops.cross_entropy.api import linear_cross_entropy, softmax_cross_en
 from jaxnorm.ops.embedding.api import embedding, segment_sum
 from jaxnorm.ops.float8_linear.api import float8_linear
 from jaxnorm.ops.float8_linear.recipe import Float8Recipe, float8_dot_general
-from jaxnorm.ops.gated_activation.api import gated_activation
-from jaxnorm.ops.gated_activation.quantized import gated_activation_quantized
+from jaxnorm.ops.gated_activation.api import gated_activation, gated_activation_quantized
 from jaxnorm.ops.group_norm.api import group_norm
 from jaxnorm.ops.norm.api import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from jaxnorm.ops.norm.gated import gated_rms_norm

@@ -156,37 +156,30 @@ GATED_NORM = Family(
 )
 
 
-class Gating(NamedTuple):
-    """The keywords that only gated norms have, as a caller gave them."""
-
-    gate_first: Any
-    activation: Any
-    group_size: Any
-
-
-class GatedCall(NamedTuple):
-    """A checked call, whose operands are not divided into groups yet."""
-
-    norm: Norm
-    operands: Operands
-    group_size: int | None
-    chosen: Implementation | None
-
-
-def check_gated(function: str, options: NormOptions, gating: Gating, x: Any, gate: Any, scale: Any) -> GatedCall:
+def check_gated(
+    function: str,
+    options: NormOptions,
+    x: Any,
+    gate: Any,
+    scale: Any,
+    gate_first: Any,
+    activation: Any,
+    group_size: Any,
+) -> tuple[Norm, Operands, int | None, Implementation | None]:
+    """What is static about a call, its operands, not divided into groups yet, group_size, and the implementation."""
     choice = checks.check_implementation(function, options.implementation)
     x = checks.check_x(function, x)
     gate = checks.check_like_x(function, "gate", gate, x, "multiplied")
     scale = _check_scale(function, scale, x)
-    group_size = _check_group_size(function, gating.group_size, x)
+    group_size = _check_group_size(function, group_size, x)
     out_dtype = checks.check_out_dtype(function, options.out_dtype, x)
     norm = Norm(
         **of_every_norm(function, options, choice, out_dtype, [a.dtype for a in (x, gate, scale) if a is not None]),
         shards=_check_axis_name(function, options.axis_name, group_size),
-        activation=check_activation(function, gating.activation, get_args(Activation)),
-        gate_first=checks.check_flag(function, "gate_first", gating.gate_first, GATE_FIRST),
+        activation=check_activation(function, activation, get_args(Activation)),
+        gate_first=checks.check_flag(function, "gate_first", gate_first, GATE_FIRST),
     )
-    return GatedCall(norm, Operands(x, gate, scale), group_size, choice.implementation)
+    return norm, Operands(x, gate, scale), group_size, choice.implementation
 
 
 def _check_scale(function: str, value: object, x: jax.Array) -> jax.Array | None:
@@ -274,8 +267,9 @@ def gated_rms_norm(
         axis_name=axis_name,
         implementation=implementation,
     )
-    gating = Gating(gate_first, activation, group_size)
-    norm, operands, size, chosen = check_gated("gated_rms_norm", options, gating, x, gate, scale)
+    norm, operands, size, chosen = check_gated(
+        "gated_rms_norm", options, x, gate, scale, gate_first, activation, group_size
+    )
     return GATED_NORM(norm, in_groups(operands, size), chosen).y.reshape(operands.x.shape)
 
 

@@ -19,7 +19,7 @@ from jaxnorm.ops.misuse import explained
 from jaxnorm.ops.norm import gated, op as norms, quantized as quantized_norms
 from jaxnorm.ops.norm.checks import Quantizing, check_quantized
 from jaxnorm.ops.norm.formula import Norm
-from jaxnorm.ops.norm.gated import Activation, Gating, check_gated, in_groups
+from jaxnorm.ops.norm.gated import Activation, check_gated, in_groups
 from jaxnorm.ops.norm.quantized import Results
 from jaxnorm.ops.options import Implementation, NormOptions
 from jaxnorm.ops.quantize import rounding
@@ -193,8 +193,8 @@ def gated_rms_norm_quantized(
         axis_name=axis_name,
         implementation=implementation,
     )
-    name, gating = "gated_rms_norm_quantized", Gating(gate_first, activation, group_size)
-    norm, operands, size, chosen = check_gated(name, options, gating, x, gate, scale)
+    name = "gated_rms_norm_quantized"
+    norm, operands, size, chosen = check_gated(name, options, x, gate, scale, gate_first, activation, group_size)
     own = Quantizing(quantization, static_scale, smooth_scale, straight_through)
     norm, of_quantization = check_quantized(name, norm, operands, own)
     return _quantized(norm, Operands(*operands, *of_quantization), size, chosen)

@@ -142,14 +142,9 @@ def _weights_with_batch_dims(norm: Norm, operands: Operands) -> str | None:
 
 def attributes(norm: Norm, operands: Operands) -> dict[str, Any]:
     assert norm.quantization is not None
-    max_scale = norm.quantization.max_scale
-    return norms.forward_attributes(norm, operands) | {
-        "group": np.int64(norm.quantization.group_size or 0),
-        "max_scale": np.float32(np.inf if max_scale is None else max_scale),
-        "power_of_two": norm.quantization.power_of_two,
-        # Kernels of before know nothing of it.
-        **({"with_y": True} if norm.with_unquantized else {}),
-    }
+    # Kernels of before know nothing of with_y.
+    with_y = {"with_y": True} if norm.with_unquantized else {}
+    return norms.forward_attributes(norm, operands) | rounding.attributes(norm.quantization) | with_y
 
 
 Tangents = tuple[Results, Callable[[], Sequence[Any]]]
