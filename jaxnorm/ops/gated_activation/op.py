@@ -7,16 +7,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxnorm.ops.gated_activation.formula import (
-    GatedActivation,
-    Operands,
-    Results,
-    Saved,
-    Variables,
-    backward,
-    forward,
-    linear,
-)
+from jaxnorm.ops.gated_activation import formula
+from jaxnorm.ops.gated_activation.formula import GatedActivation, Operands, Results, Saved, Variables
 from jaxnorm.ops.quantize import rounding
 from jaxnorm.primitive.family import Family
 from jaxnorm.primitive.op import LIKE_X, SCALAR, CallRows, Convention, Derivative, Native, Op, Role, Statistics
@@ -80,9 +72,9 @@ GATED_ACTIVATION = Family(
         results=Results,
         roles=ROLES,
         types=_types,
-        forward=forward,
+        forward=formula.forward,
         statistics=lambda *_: [],
-        derivative=Derivative(saved=Saved, variables=Variables, linear=linear, backward=backward),
+        derivative=Derivative(saved=Saved, variables=Variables, linear=formula.linear, backward=formula.backward),
         native=Native(
             names=("jaxnorm_gated_activation",),
             name=lambda _: "jaxnorm_gated_activation",
@@ -160,7 +152,7 @@ def _derivative(spec: GatedActivation) -> rounding.Derivative:
 
 def _quantized_forward(spec: GatedActivation, operands: QuantizedOperands) -> tuple[QuantizedResults, Statistics]:
     assert spec.quantization is not None
-    (y,), _ = forward(spec, operands.of_gates())
+    (y,), _ = formula.forward(spec, operands.of_gates())
     given = operands.given
     if spec.straight_through and given is not None:
         given = jax.lax.stop_gradient(given)
