@@ -121,22 +121,18 @@ from jaxnorm.inspect.explain import explain
 from jaxnorm.inspect.tune import tune
 from jaxnorm.inspect.tuned import Tuned
 from jaxnorm.ops import misuse
-from jaxnorm.ops.cross_entropy.api import softmax_cross_entropy_with_integer_labels
-from jaxnorm.ops.cross_entropy.linear_api import linear_cross_entropy
+from jaxnorm.ops.cross_entropy.api import linear_cross_entropy, softmax_cross_entropy_with_integer_labels
 from jaxnorm.ops.embedding.api import embedding, segment_sum
 from jaxnorm.ops.float8_linear.api import float8_linear
 from jaxnorm.ops.float8_linear.recipe import Float8Recipe, float8_dot_general
-from jaxnorm.ops.gated_activation.api import gated_activation
-from jaxnorm.ops.gated_activation.quantized_api import gated_activation_quantized
+from jaxnorm.ops.gated_activation.api import gated_activation, gated_activation_quantized
 from jaxnorm.ops.group_norm.api import group_norm
-from jaxnorm.ops.norm.added_api import add_layer_norm, add_rms_norm
-from jaxnorm.ops.norm.api import layer_norm, rms_norm
-from jaxnorm.ops.norm.gated_api import gated_rms_norm
+from jaxnorm.ops.norm.api import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from jaxnorm.ops.norm.gated import gated_rms_norm
 from jaxnorm.ops.norm.gated_quantized import gated_rms_norm_quantized
-from jaxnorm.ops.norm.quantized_api import layer_norm_quantized, rms_norm_quantized
+from jaxnorm.ops.norm.quantized import layer_norm_quantized, rms_norm_quantized
 from jaxnorm.ops.options import implementation
-from jaxnorm.ops.qk_norm_rotary.api import qk_norm_rotary
-from jaxnorm.ops.qk_norm_rotary.packed_api import qkv_norm_rotary
+from jaxnorm.ops.qk_norm_rotary.api import qk_norm_rotary, qkv_norm_rotary
 from jaxnorm.ops.quantize.api import quantize, quantize_kernel
 from jaxnorm.ops.quantized_dot.api import quantized_dot
 from jaxnorm.ops.sample.api import sample

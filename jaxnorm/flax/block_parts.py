@@ -12,7 +12,7 @@ from jaxnorm.flax.formula import Own, parameters_of
 from jaxnorm.flax.nnx_replace import class_before
 from jaxnorm.flax.replacement import find
 from jaxnorm.ops.gated_activation.api import gated_activation
-from jaxnorm.ops.norm.added_api import add_rms_norm
+from jaxnorm.ops.norm.api import add_rms_norm
 
 # Norms of rows, and the functions that compute them.
 FUNCTIONS: dict[type, calls.Functions] = {

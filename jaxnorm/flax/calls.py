@@ -19,10 +19,9 @@ from jaxnorm.ops import checks
 from jaxnorm.ops.embedding.api import embedding
 from jaxnorm.ops.float8_linear import call
 from jaxnorm.ops.float8_linear.recipe import Float8Recipe
-from jaxnorm.ops.norm.added_api import add_layer_norm, add_rms_norm
-from jaxnorm.ops.norm.api import layer_norm, rms_norm
+from jaxnorm.ops.norm.api import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from jaxnorm.ops.norm.checks import check_branch_scale
-from jaxnorm.ops.norm.quantized_api import layer_norm_quantized, rms_norm_quantized
+from jaxnorm.ops.norm.quantized import layer_norm_quantized, rms_norm_quantized
 from jaxnorm.ops.qk_norm_rotary.api import qk_norm_rotary
 from jaxnorm.primitive.addend import add
 from jaxnorm.primitive.weights import of_rank

@@ -12,7 +12,7 @@ import numpy as np
 from jaxnorm.flax import calls
 from jaxnorm.flax.calls import linen
 from jaxnorm.ops.norm.api import rms_norm
-from jaxnorm.ops.norm.gated_api import gated_rms_norm
+from jaxnorm.ops.norm.gated import gated_rms_norm
 
 Function = Literal["rms_norm", "gated_rms_norm"]
 FUNCTIONS: dict[str, Callable[..., jax.Array]] = {f.__name__: f for f in (rms_norm, gated_rms_norm)}

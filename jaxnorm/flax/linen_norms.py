@@ -13,8 +13,7 @@ from jaxnorm.flax import calls, linen_calls
 from jaxnorm.flax.calls import linen
 from jaxnorm.flax.replacement import explained
 from jaxnorm.ops.activation import Synonym
-from jaxnorm.ops.norm.gated_api import gated_rms_norm
-from jaxnorm.ops.norm.gated_formula import Activation
+from jaxnorm.ops.norm.gated import Activation, gated_rms_norm
 from jaxnorm.ops.options import Implementation
 from jaxnorm.ops.qk_norm_rotary.api import Normalize
 from jaxnorm.quantization import Quantization, Quantized

@@ -22,21 +22,24 @@ from jaxnorm.sharding import dims
 from jaxnorm.sharding.shards import Shards
 
 DTYPES = frozenset(map(jnp.dtype, ("float16", "bfloat16", "float32", "float64")))
+ARRAYS = (jax.Array, np.ndarray, np.generic)
 
 
 def is_array(value: object) -> bool:
     """Whether it is an array, or like one as a parameter of a library is: jax.numpy knows what is in it."""
-    return isinstance(value, (jax.Array, np.ndarray, np.generic)) or hasattr(value, "__jax_array__")
+    return isinstance(value, ARRAYS) or hasattr(value, "__jax_array__")
 
 
-def check_array(function: str, name: str, value: object) -> jax.Array:
+def check_array(function: str, name: str, value: Any) -> jax.Array:
     """value as a floating-point jax.Array."""
-    if not is_array(value):
-        raise TypeError(
-            f"{function}: {name} must be an array, got {type(value).__name__}; {misuse.no_array(name, value)}"
-        )
+    given = value
+    if not isinstance(value, ARRAYS):
+        if not is_array(value):
+            raise TypeError(
+                f"{function}: {name} must be an array, got {type(value).__name__}; {misuse.no_array(name, value)}"
+            )
+        given = jnp.asarray(value)
     # Of float64 without 64-bit types jax.numpy makes float32.
-    given: Any = value if isinstance(value, (jax.Array, np.ndarray, np.generic)) else jnp.asarray(value)
     if given.dtype not in DTYPES:
         raise TypeError(
             f"{function}: {name} must have a floating-point dtype of 16, 32 or 64 bits, got {given.dtype}; "
@@ -113,14 +116,8 @@ def check_weight(
             f"{function}: {name} has shape {weight.shape}, expected {expected}. "
             f"{misuse.no_weight(function, name, weight.shape, x.shape)}"
         )
-    return sharded_like(function, name, weight, x, axes)
-
-
-def sharded_like(function: str, name: str, weight: jax.Array, x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-    """weight, split as x is: over an Explicit mesh one that is whole on each device is, others must be."""
-    others = [axis for axis in range(-x.ndim, 0) if axis not in axes]
-    along = [*others[len(others) + len(axes) - weight.ndim :], *axes]
-    return sharded_along(function, name, weight, "x", x, along)
+    of_rows = [axis for axis in range(-x.ndim, 0) if axis not in axes]
+    return sharded_along(function, name, weight, "x", x, [*of_rows[x.ndim - weight.ndim :], *axes])
 
 
 def sharded_along(

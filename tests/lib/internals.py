@@ -12,7 +12,7 @@ from jaxnorm.ops.float8_linear import op as float8_op
 from jaxnorm.ops.float8_linear.formula import BY_XLA, Float8Linear, rounded_kernel, rounded_x
 from jaxnorm.ops.float8_linear.kernels import BY_KERNELS, PRODUCTS_BY_KERNELS, transposed
 from jaxnorm.ops.mask import columns
-from jaxnorm.ops.norm.op import LONGEST_GATED
+from jaxnorm.ops.norm.gated import LONGEST as LONGEST_GATED
 from jaxnorm.ops.quantize.checks import SMALLEST_SCALE
 from jaxnorm.ops.quantized_dot import op as quantized_dot
 from jaxnorm.primitive import fallback, reasons, weights

@@ -1,18 +1,24 @@
-"""The public function of logits."""
+"""The public functions, of logits and of the rows that logits are made of."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack, get_args, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
+from jaxnorm.native import compat
 from jaxnorm.ops import checks
+from jaxnorm.ops.cross_entropy import linear
 from jaxnorm.ops.cross_entropy.checks import (
     Labels,
     check_axes,
+    check_bias,
     check_ignore_index,
+    check_kernel,
     check_labels,
+    check_row_weights,
     check_share,
     check_soft_cap,
     check_where,
@@ -110,11 +116,11 @@ def _cross_entropy(
     labels = jax.tree.map(lambda array: jnp.expand_dims(array, at), labels)
     where = where if where is None else fitted(name, where, logits, (at,))
     shards = checks.check_axis_name(name, axis_name)
-    losses = losses_of(name, logits, labels, where, at, shards, options, choice)
+    losses = _losses_of(name, logits, labels, where, at, shards, options, choice)
     return lax.squeeze(losses, (logits.ndim + at,))
 
 
-def losses_of(
+def _losses_of(
     function: str,
     logits: jax.Array,
     labels: Labels,
@@ -170,3 +176,218 @@ def losses_of(
 
 def _either(a: jax.Array | None, b: jax.Array | None) -> jax.Array | None:
     return a if b is None else b if a is None else a | b
+
+
+Reduction = Literal["mean", "sum", "none"]
+
+
+class _Options(TypedDict, total=False):
+    """For type checkers: the keywords that do not decide what is returned."""
+
+    bias: Any
+    where: Any
+    row_weights: Any
+    reduction: Reduction
+    rows_per_chunk: int | None
+    label_smoothing: float
+    z_loss: float
+    logit_scale: Any
+    soft_cap: float | None
+    ignore_index: int | None
+    implementation: Implementation | None
+
+
+@overload
+def linear_cross_entropy(
+    x: Any, kernel: Any, labels: Any, *, return_logsumexp: Literal[False] = False, **_: Unpack[_Options]
+) -> jax.Array: ...
+
+
+@overload
+def linear_cross_entropy(
+    x: Any, kernel: Any, labels: Any, *, return_logsumexp: Literal[True], **_: Unpack[_Options]
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+@explained
+def linear_cross_entropy(
+    x: Any,
+    kernel: Any,
+    labels: Any,
+    *,
+    bias: Any = None,
+    where: Any = None,
+    row_weights: Any = None,
+    reduction: Reduction = "mean",
+    rows_per_chunk: int | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    logit_scale: Any = 1.0,
+    soft_cap: float | None = None,
+    ignore_index: int | None = None,
+    return_logsumexp: bool = False,
+    implementation: Implementation | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """The cross-entropy of the logits x @ kernel + bias, of which no more than a chunk of rows is ever there.
+
+        losses = softmax_cross_entropy_with_integer_labels(x @ kernel + bias, labels, ...)
+
+        >>> loss = linear_cross_entropy(jnp.ones((4, 16), "bfloat16"), jnp.ones((16, 100)), jnp.arange(4))
+
+    The logits have x's dtype, are added up in float32, and rounded once, with the bias. With a gradient, one pass over
+    the chunks makes three products of each, which XLA makes, and keeps the gradients alone.
+
+    Args:
+      x: floating-point array (..., D), the last hidden states.
+      kernel: floating-point array (D, classes); an embedding table is its transpose.
+      labels: integers of x's shape without the last axis. What is not named here is as for the losses above.
+      bias: None, or a floating-point array (classes,).
+      row_weights: None, or a floating-point array of labels' shape. A row of weight 0 is as an ignored one.
+      reduction: "mean", sum(row_weights * losses) / sum(row_weights) over rows that count; "sum"; or "none", no sum.
+
+    Returns:
+      Losses of float32, or float64 of x of float64. With return_logsumexp a pair of it and an array of labels' shape.
+
+    Raises:
+      ValueError, TypeError, RuntimeError: arrays do not fit, or reduction is unknown; or as the losses above.
+
+    Source: Cut Cross-Entropy, https://arxiv.org/abs/2411.09009; Liger Kernel, https://arxiv.org/abs/2410.10989.
+    """
+    options = LossOptions(label_smoothing, z_loss, logit_scale, soft_cap, ignore_index)
+    chosen = _Chosen(reduction, rows_per_chunk, return_logsumexp, implementation)
+    return _linear_cross_entropy(x, kernel, labels, bias, where, row_weights, options, chosen)
+
+
+class _Chosen(NamedTuple):
+    """What is not about the logits, as a caller gave it."""
+
+    reduction: Any
+    rows_per_chunk: Any
+    return_logsumexp: Any
+    implementation: Any
+
+
+def _linear_cross_entropy(
+    x: Any, kernel: Any, labels: Any, bias: Any, where: Any, weights: Any, options: LossOptions, chosen: _Chosen
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    name, reduction = "linear_cross_entropy", chosen.reduction
+    with_log = checks.check_flag(name, "return_logsumexp", chosen.return_logsumexp)
+    choice = checks.check_implementation(name, chosen.implementation)
+    checks.check_order(name, "labels", labels, x=x, kernel=kernel)
+    x = checks.check_x(name, x)
+    kernel = check_kernel(name, kernel, x)
+    options = options.checked(name)
+    labels = check_labels(name, labels, x, (-1,), options.ignore_index, "x")
+    bias = check_bias(name, bias, kernel)
+    where = check_where(name, where, jax.ShapeDtypeStruct((*x.shape[:-1], kernel.shape[1]), x.dtype), (-1,))
+    weights = check_row_weights(name, weights, x, kernel)
+    if reduction not in get_args(Reduction):
+        raise ValueError(f"{name}: unknown reduction {reduction!r}; expected 'mean', 'sum' or 'none'.")
+    scale = options.logit_scale
+    is_static = not isinstance(scale, jax.Array)
+    spec = linear.LinearCrossEntropy(
+        scale=scale if is_static else 1.0,
+        soft_cap=options.soft_cap,
+        label_smoothing=options.label_smoothing,
+        z_loss=options.z_loss,
+        rows_per_chunk=_rows_per_chunk(name, chosen.rows_per_chunk, x, kernel),
+        implementation=choice.implementation,
+        compute_dtype=dims.wide_dtype([x.dtype]),
+        out_dtype=x.dtype,
+        **choice.asks(name),
+    )
+    bias, weights, scale = (
+        a if a is None else a.astype(spec.compute_dtype) for a in (bias, weights, None if is_static else scale)
+    )
+    rows = _Rows.of(name, spec, x, labels, kernel.shape[1], weights, where)
+    if rows.where is not None:
+        kernel, bias = linear.only_what_is_read(name, kernel, bias, rows.where, rows.labels)
+    operands = linear.Operands(rows.x, kernel, rows.labels, rows.weights, bias, rows.where, scale)
+    if not with_log and reduction != "none":
+        return _reduced(spec, rows, operands, reduction)
+    of_rows = linear.each(spec, operands)
+    single = (of_rows.losses + _wrong(spec, rows))[..., 0]
+    losses = single if reduction == "none" else _reduced(spec, rows, operands, reduction)
+    return (losses, of_rows.log_sum_exp[..., 0]) if with_log else losses
+
+
+class _Rows(NamedTuple):
+    """The rows of a call, over an Explicit mesh all split as x's are; labels and weights have x's rank.
+
+    Rows that do not count, which are ignored, have weight 0 or no class, are zeros of weight 0 and the label IGNORED.
+    """
+
+    x: jax.Array
+    labels: jax.Array  # as kernels take them
+    weights: jax.Array
+    where: jax.Array | None  # of classes
+    is_wrong: jax.Array
+    total: jax.Array  # of the weights
+
+    @classmethod
+    def of(
+        cls,
+        function: str,
+        spec: linear.LinearCrossEntropy,
+        x: jax.Array,
+        labels: Labels,
+        classes: Any,
+        weights: jax.Array | None,
+        where: jax.Array | None,
+    ) -> "_Rows":
+        def alike(name: str, array: jax.Array) -> jax.Array:
+            return checks.sharded_along(function, name, array, "x", x, dims.per_row(x.ndim, (-1,)))
+
+        here, is_wrong = (alike("labels", array[..., None]) for array in labels.among(classes))
+        all_count = labels.ignored is None and weights is None and where is None
+        weights = jnp.ones_like(here, spec.compute_dtype) if weights is None else alike("weights", weights[..., None])
+        if all_count:
+            return cls(x, here, weights, where, is_wrong, jnp.sum(weights))
+        is_out = weights == 0
+        if labels.ignored is not None:
+            is_out |= alike("labels", labels.ignored[..., None])
+        if where is not None:
+            where = alike("where", where if any(n != 1 for n in where.shape[:-1]) else dims.unsharded(where, -1))
+            is_out, has_none = broadcast.alike(x, is_out, ~jnp.any(where, axis=-1, keepdims=True))
+            is_out, where = is_out | has_none, _of_classes(x, where, classes)
+        weights, is_wrong = jnp.where(is_out, 0, weights), is_wrong & ~is_out
+        total = jnp.sum(weights)
+        # Or the sums for the gradient of kernel would have 0 times what is there, which may be no number.
+        x, is_out = compat.match_varying_axes(x, is_out)
+        x, weights = (jnp.where(is_out, 0, array) for array in (x, weights))
+        return cls(x, jnp.where(is_out, IGNORED, here), weights, where, is_wrong, total)
+
+
+def _of_classes(x: jax.Array, where: jax.Array, classes: Any) -> jax.Array | None:
+    """A mask of x's rank as `Operands` have it; None of one that says which rows count."""
+    if where.shape[-1] != classes:
+        return None
+    if all(n == 1 for n in where.shape[:-1]):
+        return jnp.squeeze(where, tuple(range(where.ndim - 1)))
+    return dims.broadcast(where, (*x.shape[:-1], classes), jax.typeof(x), dims.per_row(x.ndim, (-1,)))
+
+
+def _wrong(spec: linear.LinearCrossEntropy, rows: _Rows) -> jax.Array:
+    """What is added to the loss of a row whose label is no class."""
+    return nan_where(rows.is_wrong, 0).astype(spec.compute_dtype)
+
+
+def _reduced(spec: linear.LinearCrossEntropy, rows: _Rows, operands: linear.Operands, reduction: str) -> jax.Array:
+    weights, divisor = operands.weights, jnp.ones((), spec.compute_dtype)
+    if reduction == "mean":
+        is_nothing = rows.total == 0
+        weights, divisor = jnp.where(is_nothing, 0, weights), jnp.where(is_nothing, 1, rows.total)
+    # So a gradient is rounded once. Of float16 the logits' gradients would be too small for their dtype.
+    divides_last = operands.x.dtype == np.float16
+    weights = weights if divides_last else weights / divisor
+    total = linear.total(spec, operands._replace(weights=weights))
+    return (total / divisor if divides_last else total) + jnp.sum(_wrong(spec, rows))
+
+
+def _rows_per_chunk(function: str, value: object, x: jax.Array, kernel: jax.Array) -> int:
+    if value is None:
+        return linear.default_rows_per_chunk(x, kernel)
+    rows = checks.check_int(function, "rows_per_chunk", value, "None chooses it")
+    if rows < 1:
+        raise ValueError(f"{function}: rows_per_chunk must be positive, got {rows}; None chooses it.")
+    return rows

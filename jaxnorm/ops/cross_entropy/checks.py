@@ -1,4 +1,4 @@
-"""Argument checks of cross-entropy."""
+"""Argument checks of cross-entropy, of logits and of a product."""
 
 import math
 import operator
@@ -162,3 +162,50 @@ def check_soft_cap(function: str, value: object) -> float:
 
 def check_ignore_index(function: str, value: object) -> int | None:
     return None if value is None else checks.check_int(function, "ignore_index", value, "None ignores no label")
+
+
+def check_kernel(function: str, value: object, x: jax.Array) -> jax.Array:
+    kernel = checks.check_array(function, "kernel", value)
+    if kernel.ndim != 2 or kernel.shape[0] != x.shape[-1]:
+        is_transposed = kernel.ndim == 2 and kernel.shape[1] == x.shape[-1]
+        remedy = "It is what x is multiplied by."
+        if is_transposed:
+            remedy = "Pass kernel.T, as of an embedding table."
+        elif x.ndim == 2 and kernel.shape[-1:] == x.shape[:1]:
+            remedy = "Are x and kernel in each other's place?"
+        raise ValueError(
+            f"{function}: kernel has shape {kernel.shape}, expected ({x.shape[-1]}, classes) for x with shape "
+            f"{x.shape}. {remedy}"
+        )
+    return kernel
+
+
+def check_bias(function: str, value: object, kernel: jax.Array) -> jax.Array | None:
+    if value is None:
+        return None
+    bias = checks.check_array(function, "bias", value)
+    if bias.shape != kernel.shape[1:]:
+        raise ValueError(
+            f"{function}: bias has shape {bias.shape}, expected {kernel.shape[1:]}: one number for each class of "
+            f"kernel, which has shape {kernel.shape}. Reshape bias."
+        )
+    return bias
+
+
+def check_row_weights(function: str, value: object, x: jax.Array, kernel: jax.Array) -> jax.Array | None:
+    """value as an array of labels' shape."""
+    if value is None:
+        return None
+    array, rows = checks.check_array(function, "row_weights", value), x.shape[:-1]
+    if array.shape != rows:
+        remedy = "Reshape or broadcast row_weights, as with jax.numpy.broadcast_to."
+        if array.shape == kernel.shape[1:]:
+            remedy = "Of weights of classes, w, pass w[labels]."
+        elif array.shape == rows[: array.ndim]:
+            index = ", ".join([":"] * array.ndim + ["None"] * (len(rows) - array.ndim))
+            remedy = f"Pass jax.numpy.broadcast_to(row_weights[{index}], labels.shape)."
+        raise ValueError(
+            f"{function}: row_weights have shape {array.shape}, expected {rows}: one for each row of x, which has "
+            f"shape {x.shape}. {remedy}"
+        )
+    return array

@@ -6,10 +6,14 @@ over the rows of x, each with its weight. Rows go in chunks, each through one pr
 through two more, while its logits are there: they become their gradients in place. What is added up over chunks is
 float32. It is an op so that over a mesh each device takes chunks of the rows that it has, and the gradient of the
 kernel is summed over devices once.
+
+Without a bias or a scale the logits are rounded to x's dtype as the product is made. With one of them it is float32
+(float64 of x of float64) until both are there, and rounded once then.
 """
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -21,10 +25,10 @@ from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec
 
 from jaxnorm.native import compat
-from jaxnorm.ops.cross_entropy import chunks, formula
-from jaxnorm.ops.cross_entropy.formula import CrossEntropy, log_sum_exp, loss, without
+from jaxnorm.ops import checks
+from jaxnorm.ops.cross_entropy import formula
+from jaxnorm.ops.cross_entropy.formula import IGNORED, CrossEntropy, log_sum_exp, loss, without
 from jaxnorm.ops.cross_entropy.op import CROSS_ENTROPY, count_of
-from jaxnorm.ops.cross_entropy.product import are_read, scaled, unscaled
 from jaxnorm.ops.mask import only
 from jaxnorm.ops.products import wide_dot
 from jaxnorm.primitive import broadcast
@@ -75,6 +79,45 @@ class Results(NamedTuple):
     losses: jax.Array | None = None  # of rows, without their weights; 0 where that is 0
 
 
+def product(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    return jnp.einsum("...d,dv->...v", x, kernel)
+
+
+@jax.custom_jvp
+def wide_product(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """The product as it is added up. The products of its derivatives are of x's dtype, as are those of `product`."""
+    return jnp.einsum("...d,dv->...v", x, kernel, preferred_element_type=dims.wide_dtype([x.dtype]))
+
+
+def _wide_product_jvp(primals: Any, dots: Any) -> tuple[jax.Array, jax.Array]:
+    (x, kernel), (x_dot, kernel_dot) = primals, dots
+    wide = wide_product(x, kernel)
+    terms = [] if isinstance(x_dot, SymbolicZero) else [product(x_dot, kernel)]
+    terms += [] if isinstance(kernel_dot, SymbolicZero) else [product(x, kernel_dot)]
+    return wide, sum(terms[1:], start=terms[0]).astype(wide.dtype) if terms else jnp.zeros_like(wide)
+
+
+wide_product.defjvp(_wide_product_jvp, symbolic_zeros=True)
+
+
+def _unscaled(x: jax.Array, kernel: jax.Array, bias: jax.Array | None, scale: jax.Array | None) -> jax.Array:
+    """The logits before they are scaled, still to be rounded if there is a bias or a scale."""
+    if bias is None and scale is None:
+        return product(x, kernel)
+    wide = wide_product(x, kernel)
+    return wide if bias is None else wide + broadcast.with_rank_of(wide, bias)
+
+
+def _scaled(logits: jax.Array, scale: jax.Array | None, dtype: np.dtype[Any]) -> jax.Array:
+    return (logits if scale is None else logits * scale).astype(dtype)
+
+
+def _are_read(where: jax.Array, labels: jax.Array) -> jax.Array:
+    """Of which classes anything is read, for each row: those that count and the label's; labels have an axis of 1."""
+    where, numbers = (broadcast.with_rank_of(labels, array) for array in (where, jnp.arange(where.shape[-1])))
+    return (labels != IGNORED) & (where | (labels == numbers))
+
+
 def _losses(
     spec: LinearCrossEntropy, logits: jax.Array, labels: jax.Array, where: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
@@ -115,8 +158,8 @@ def _of_chunk(spec: LinearCrossEntropy, operands: Operands) -> Results:
         losses, _ = _losses(spec, logits, labels, where)
         return jnp.sum(_weighted(weights, losses)), losses
 
-    before = unscaled(x, kernel, bias, scale)
-    logits = scaled(before, scale, x.dtype)
+    before = _unscaled(x, kernel, bias, scale)
+    logits = _scaled(before, scale, x.dtype)
     if {*spec.wanted} <= {"weights"}:
         value, losses = total(logits)
     else:
@@ -125,7 +168,7 @@ def _of_chunk(spec: LinearCrossEntropy, operands: Operands) -> Results:
     dx = dkernel = dbias = dscale = None
     if "x" in spec.wanted:
         dtype = x.dtype if scale is None else spec.compute_dtype
-        dx = scaled(jnp.einsum("...v,dv->...d", dlogits, kernel, preferred_element_type=dtype), scale, x.dtype)
+        dx = _scaled(jnp.einsum("...v,dv->...d", dlogits, kernel, preferred_element_type=dtype), scale, x.dtype)
     if "kernel" in spec.wanted:
         is_sharded = any(jax.typeof(x).sharding.spec)
         rows = tuple(range(x.ndim - 1))
@@ -134,10 +177,50 @@ def _of_chunk(spec: LinearCrossEntropy, operands: Operands) -> Results:
     if "bias" in spec.wanted:
         dbias = jnp.sum(dlogits.astype(spec.compute_dtype), axis=tuple(range(x.ndim - 1)))
     if "scale" in spec.wanted:
-        is_read = weights != 0 if where is None else (weights != 0) & are_read(where, labels)
+        is_read = weights != 0 if where is None else (weights != 0) & _are_read(where, labels)
         dscale = jnp.sum(only(is_read, before) * dlogits.astype(spec.compute_dtype))
     of_rows = jnp.where(weights == 0, 0, losses) if "weights" in spec.wanted else None
     return Results(value, dx, dkernel, dbias, dscale, of_rows)
+
+
+def default_rows_per_chunk(x: jax.Array, kernel: jax.Array) -> int:
+    """Rows whose logits take 512 MiB, no fewer than matrix products want; or more, for longer rows of x.
+
+    For each chunk the sum of the kernel's gradient is read and written. Where logits take as many bytes as that, the
+    three products compute for so long that it does not matter; half of the rows are always enough.
+    """
+    cols, classes = kernel.shape
+    if not isinstance(classes, int):
+        return 1024
+    size, rows = max(1, classes * x.dtype.itemsize), math.prod(x.shape[:-1])
+    as_gradient = 4 * cols * classes // size if isinstance(cols, int) else 0
+    most = min(as_gradient, -(-rows // 2)) if isinstance(rows, int) else as_gradient
+    return max(256, 2**29 // size, most)
+
+
+def _chunk_count(rows_per_chunk: int, x: jax.Array) -> int:
+    """In how many chunks the rows of x go; those that an Explicit mesh splits, or whose number is not known, in one."""
+    rows = math.prod(x.shape[:-1])
+    if not isinstance(rows, int) or any(jax.typeof(x).sharding.spec):
+        return 1
+    least = -(-rows // rows_per_chunk) or 1
+    return next((n for n in range(least, 2 * least) if rows % n == 0), least)
+
+
+def _in_chunks(chunks: int, array: jax.Array) -> jax.Array:
+    """An array of rows, with an axis of chunks in front, of which each has rows from all parts of a mesh.
+
+    Rows of zeros are added where they do not divide.
+    """
+    rows = array.reshape(-1, array.shape[-1])
+    rows = jnp.pad(rows, [(0, -rows.shape[0] % chunks), (0, 0)])
+    return jnp.moveaxis(rows.reshape(-1, chunks, rows.shape[-1]), 1, 0)
+
+
+def _joined(chunks: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """An array of rows of this shape from its chunks."""
+    rows = jnp.moveaxis(chunks, 0, 1).reshape(-1, chunks.shape[-1])
+    return rows[: math.prod(shape[:-1])].reshape(shape)
 
 
 def _prepared(operands: Operands) -> Operands:
@@ -163,7 +246,7 @@ def forward(spec: LinearCrossEntropy, operands: Operands) -> tuple[Results, Stat
 
 def _of_chunks(spec: LinearCrossEntropy, operands: Operands) -> Results:
     x = operands.x
-    if (count := chunks.count(spec.rows_per_chunk, x)) == 1:
+    if (count := _chunk_count(spec.rows_per_chunk, x)) == 1:
         return _of_chunk(spec, operands)
 
     def step(sums: Results, chunk: Any) -> tuple[Results, tuple[Any, Any]]:
@@ -176,11 +259,11 @@ def _of_chunks(spec: LinearCrossEntropy, operands: Operands) -> Results:
         name: compat.match_varying_axes(jnp.zeros(shape, spec.compute_dtype), x)[0]
         for name, shape in _sums(spec, operands).items()
     }
-    split = {name: chunks.split(count, array) for name, array in operands.of_rows.items()}
+    split = {name: _in_chunks(count, array) for name, array in operands.of_rows.items()}
     sums, (dx, losses) = lax.scan(step, Results(**zeros), split)
     return sums._replace(
-        dx=None if dx is None else chunks.joined(dx, x.shape),
-        losses=None if losses is None else chunks.joined(losses, operands.labels.shape),
+        dx=None if dx is None else _joined(dx, x.shape),
+        losses=None if losses is None else _joined(losses, operands.labels.shape),
     )
 
 
@@ -247,19 +330,19 @@ def each(spec: LinearCrossEntropy, operands: Operands) -> OfRows:
     """Of all rows, with x's rank; a derivative makes the logits of each chunk again."""
     operands = _prepared(operands)
     of_rows: Callable[..., OfRows] = jax.checkpoint(functools.partial(_each_of_chunk, spec))
-    if (count := chunks.count(spec.rows_per_chunk, operands.x)) == 1:
+    if (count := _chunk_count(spec.rows_per_chunk, operands.x)) == 1:
         return of_rows(operands)
 
     def step(_: None, chunk: Any) -> tuple[None, OfRows]:
         return None, of_rows(operands._replace(**chunk))
 
-    split = {name: chunks.split(count, array) for name, array in operands.of_rows.items()}
-    return OfRows(*(chunks.joined(array, operands.labels.shape) for array in lax.scan(step, None, split)[1]))
+    split = {name: _in_chunks(count, array) for name, array in operands.of_rows.items()}
+    return OfRows(*(_joined(array, operands.labels.shape) for array in lax.scan(step, None, split)[1]))
 
 
 def _each_of_chunk(spec: LinearCrossEntropy, operands: Operands) -> OfRows:
     x, kernel, labels, weights, bias, where, scale = operands
-    logits = scaled(unscaled(x, kernel.astype(x.dtype), bias, scale), scale, x.dtype)
+    logits = _scaled(_unscaled(x, kernel.astype(x.dtype), bias, scale), scale, x.dtype)
     losses, log_sums = _losses(spec, logits, labels, where)
     return OfRows(_weighted(weights, losses), jnp.where(weights == 0, 0, log_sums))
 
@@ -294,3 +377,30 @@ def _along(spec: LinearCrossEntropy, gradient: jax.Array, dot: jax.Array) -> jax
 
 
 total.defjvp(_total_jvp, symbolic_zeros=True)
+
+
+def _are_labels(labels: jax.Array, classes: Any) -> jax.Array:
+    """Which classes are labels; by a scatter, for booleans of all logits would be written out."""
+    for axis in range(labels.ndim):
+        labels = dims.unsharded(labels, axis)
+    none, named = compat.match_varying_axes(jnp.zeros(classes, jnp.int32), jnp.where(labels < 0, classes, labels))
+    return none.at[named.ravel()].add(1, mode="drop") > 0
+
+
+def only_what_is_read(
+    function: str, kernel: jax.Array, bias: jax.Array | None, where: jax.Array, labels: jax.Array
+) -> tuple[jax.Array, jax.Array | None]:
+    """kernel and bias with zeros for the classes of which no row reads anything: what is there may be no number."""
+    by_any = _are_labels(labels, kernel.shape[1])
+    if where.ndim == 1:
+        by_any |= where & jnp.any(labels != IGNORED)
+    else:
+        by_any |= jnp.any((labels != IGNORED) & where, axis=tuple(range(where.ndim - 1)))
+
+    def of(name: str, array: jax.Array) -> jax.Array:
+        # As the op does with its operands, but before a selection lets array vary in a dtype of its own.
+        array, is_read = compat.match_varying_axes(array, by_any)
+        is_read = checks.sharded_along(function, "where", is_read, name, array, (array.ndim - 1,))
+        return only(broadcast.with_rank_of(array, is_read), array)
+
+    return of("kernel", kernel), None if bias is None else of("bias", bias)

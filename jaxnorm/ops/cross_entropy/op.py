@@ -9,17 +9,8 @@ import numpy as np
 from jax import lax
 
 from jaxnorm.ops import speed
-from jaxnorm.ops.cross_entropy.formula import (
-    IGNORED,
-    CrossEntropy,
-    Operands,
-    Results,
-    Saved,
-    Variables,
-    backward,
-    forward,
-    linear,
-)
+from jaxnorm.ops.cross_entropy import formula
+from jaxnorm.ops.cross_entropy.formula import IGNORED, CrossEntropy, Operands, Results, Saved, Variables
 from jaxnorm.ops.logits import log_of_1_and, origin_of, several_axes, widened
 from jaxnorm.ops.mask import columns, only
 from jaxnorm.primitive.family import Family
@@ -196,13 +187,13 @@ CROSS_ENTROPY = Family(
             "top": STATISTIC,
         },
         types=_types,
-        forward=forward,
+        forward=formula.forward,
         statistics=lambda *_: [],
         derivative=Derivative(
             saved=Saved,
             variables=Variables,
-            linear=linear,
-            backward=backward,
+            linear=formula.linear,
+            backward=formula.backward,
             backward_of_shard=_backward_of_shard,
             in_place={"x": "x"},
         ),

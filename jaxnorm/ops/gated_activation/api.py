@@ -1,6 +1,7 @@
-"""The public function `gated_activation`."""
+"""The public functions `gated_activation` and `gated_activation_quantized`."""
 
-from typing import Any, NamedTuple, get_args
+import dataclasses
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +11,11 @@ from jaxnorm.native import compat
 from jaxnorm.ops import checks, misuse
 from jaxnorm.ops.activation import Synonym, check_activation
 from jaxnorm.ops.gated_activation.formula import Activation, GatedActivation, Operands
-from jaxnorm.ops.gated_activation.op import GATED_ACTIVATION
+from jaxnorm.ops.gated_activation.op import GATED_ACTIVATION, GATED_ACTIVATION_QUANTIZED, QuantizedOperands
 from jaxnorm.ops.misuse import explained
 from jaxnorm.ops.options import Implementation
+from jaxnorm.ops.quantize import checks as quantize_checks
+from jaxnorm.quantization import LARGEST, Quantization, Quantized, quantized
 from jaxnorm.sharding import dims
 
 
@@ -45,19 +48,66 @@ def gated_activation(
 
     Source: Shazeer, 2020, https://arxiv.org/abs/2002.05202; relu2: So et al., 2021, https://arxiv.org/abs/2109.08668.
     """
-    spec, operands, chosen = check_call("gated_activation", x, axis, activation, implementation)
+    spec, operands, chosen = _check_call("gated_activation", x, axis, activation, implementation)
     return GATED_ACTIVATION(spec, operands, chosen).y
 
 
-class Call(NamedTuple):
-    """A checked call."""
+@explained
+def gated_activation_quantized(
+    x: Any,
+    *,
+    quantization: Quantization,
+    activation: Activation | Synonym = "silu",
+    static_scale: Any = None,
+    axis: int = -1,
+    straight_through: bool = False,
+    implementation: Implementation | None = None,
+) -> Quantized:
+    """Multiplies what a gate lets through by an activation of the gate and quantises the result to 8 bits.
 
-    spec: GatedActivation
-    operands: Operands
-    chosen: Implementation | None
+        v = gated_activation(x.astype(float32), ...)
+
+        >>> q = gated_activation_quantized(jnp.ones((2, 16)), quantization=Quantization("int8"))
+
+    and from there as `rms_norm_quantized`, whose dtypes, bits, derivative and errors these are: scales are of each row
+    of the result, or of groups of its columns. With straight_through=True the gradient of x is that of
+    `gated_activation`, in one native call.
+
+    Args:
+      x: array of float32, bfloat16 or float16, or a tuple of two, as for `gated_activation`, as are all options but
+        those of `rms_norm_quantized`: quantization, static_scale and straight_through.
+
+    Returns:
+      A `Quantized`: values (..., columns), scales, a carrier.
+
+    Raises:
+      ValueError, TypeError, RuntimeError: as `gated_activation` and `rms_norm_quantized` do.
+
+    Source: those of `gated_activation` and `rms_norm_quantized`.
+    """
+    name = "gated_activation_quantized"
+    spec, of_gates, chosen = _check_call(name, x, axis, activation, implementation)
+    named = {"x": of_gates.x} if of_gates.up is None else {"gate": of_gates.x, "up": of_gates.up}
+    _check_groups(name, quantization, of_gates.x.shape[-1])
+    quantize_checks.check_quantization(name, quantization, Quantization, of_gates.x, (-1,))
+    quantize_checks.check_activations(name, quantization, LARGEST)
+    given = quantize_checks.check_static_scale(name, static_scale, quantization.granularity)
+    quantize_checks.check_float32(name, named)
+    spec = dataclasses.replace(
+        spec,
+        out_dtype=np.dtype(np.float32),
+        quantization=quantization,
+        straight_through=checks.check_flag(name, "straight_through", straight_through),
+    )
+    results = GATED_ACTIVATION_QUANTIZED(spec, QuantizedOperands(*of_gates, given), chosen)
+    scales: Any = results.scales if given is None else given
+    return quantized(quantization, results.values, scales, results.carrier)
 
 
-def check_call(function: str, x: Any, axis: Any, activation: Any, implementation: Any) -> Call:
+def _check_call(
+    function: str, x: Any, axis: Any, activation: Any, implementation: Any
+) -> tuple[GatedActivation, Operands, Implementation | None]:
+    """What is static about a call, its operands, and the chosen implementation."""
     choice = checks.check_implementation(function, implementation)
     operands = _check_operands(function, x, axis)
     dtypes = [array.dtype for array in operands if array is not None]
@@ -68,7 +118,7 @@ def check_call(function: str, x: Any, axis: Any, activation: Any, implementation
         activation=check_activation(function, activation, get_args(Activation)),
         **choice.asks(function),
     )
-    return Call(spec, operands, choice.implementation)
+    return spec, operands, choice.implementation
 
 
 def _check_operands(function: str, x: Any, axis: Any) -> Operands:
@@ -136,3 +186,12 @@ def _in_halves(function: str, x: jax.Array) -> Operands:
 def _is_twice(length: Any, half: Any) -> bool:
     """Whether it is known to be, of lengths that may be symbolic."""
     return bool(2 * half == length)
+
+
+def _check_groups(function: str, quantization: Any, cols: Any) -> None:
+    group_size = getattr(quantization, "group_size", None)
+    if group_size is not None and not (isinstance(cols, int) and cols % group_size == 0):
+        raise ValueError(
+            f"{function}: group_size {group_size} does not divide the {cols} columns of the result; take another "
+            f"group_size or granularity='token'."
+        )

@@ -1,25 +1,34 @@
-"""The op of GroupNorm."""
+"""GroupNorm as an op: what its kernels take, what runs where channels stand before the positions, and its record.
+
+There a group lies in one piece, so it is a row of LayerNorm's kernels. XLA makes all else, weights and the activation,
+in one pass over what they give, which takes less time than to transpose x and the result.
+"""
 
 import math
 from typing import Any
 
+import jax
 import numpy as np
 
-from jaxnorm.ops.group_norm import channels_first
-from jaxnorm.ops.group_norm.channels_first import is_channels_first
-from jaxnorm.ops.group_norm.formula import (
-    GroupNorm,
-    Operands,
-    Results,
-    Saved,
-    Variables,
-    backward,
-    forward,
-    linear,
-    plain,
-)
+from jaxnorm.ops.activation import FORMULAS
+from jaxnorm.ops.group_norm import formula
+from jaxnorm.ops.group_norm.formula import Dtype, GroupNorm, Operands, Results, Saved, Variables
+from jaxnorm.ops.norm import formula as layer
+from jaxnorm.ops.norm.formula import Norm
+from jaxnorm.ops.norm.op import NORM
 from jaxnorm.primitive.family import Family
-from jaxnorm.primitive.op import BROADCAST_WEIGHT, LIKE_X, CallRows, Derivative, Native, Op, statistics_of
+from jaxnorm.primitive.op import (
+    BROADCAST_WEIGHT,
+    LIKE_X,
+    BatchDims,
+    CallRows,
+    Derivative,
+    Native,
+    Op,
+    Statistics,
+    statistics_of,
+)
+from jaxnorm.primitive.reasons import is_trailing
 from jaxnorm.primitive.registry import Function, Request
 from jaxnorm.sharding import dims
 
@@ -30,12 +39,20 @@ SHORT = 64
 FEW_POSITIONS = {"forward": 64, "backward": 16}
 # And for a result of as little float32, for which three launches take too long: (2, 16, 16, 1280) 11.6 to 10.5 µs.
 FEW_WIDE = 2**20
+# And with channels before positions, few elements in all or short groups; measured on 2 cores with AVX2, x of
+# (1, 64, 8, 8) and of (256, 32, 2, 2) in 32 groups: 0.8 of XLA's speed.
+LITTLE, SHORT_ROW = 2**13, 16
 
 ROLES = {"x": LIKE_X, "scale": BROADCAST_WEIGHT, "bias": BROADCAST_WEIGHT, "y": LIKE_X}
 
 
 def _types(norm: GroupNorm, operands: Operands) -> Results:
     return Results(dims.like(operands.x, norm.out_dtype))
+
+
+def is_channels_first(norm: GroupNorm) -> bool:
+    """Whether all positions, of which there are some, come after the channels."""
+    return norm.row_ndim > 1 and is_trailing(norm.axes)
 
 
 def _channels_between(norm: GroupNorm, _: Any) -> str | None:
@@ -48,10 +65,25 @@ def _no_channels(norm: GroupNorm, operands: Any) -> str | None:
     return "x has no channels" if operands[0].shape[groups] == 0 else None
 
 
+def _slower_with_channels_first(rows: CallRows) -> str | None:
+    """Why kernels are slower than XLA's code.
+
+    The kernel writes x_hat in float32 and XLA reads it again, so that with x and y 16 bytes move for an element of
+    float32, and 12 of half types. The formula reads x once more, or twice, for the statistics: 12 to 16 bytes, and 6 to
+    8; and so it is backward. Kernels took 0.90 to 1.14 times the formula's time forward in float32 and 0.97 to 1.26
+    backward, in bfloat16 1.10 to 1.38 and 1.07 to 2.11 (four images of a U-Net, 32 groups and silu; H100, JAX 0.11.2).
+    """
+    if rows.platform == "cpu":
+        is_little = rows.cols <= SHORT_ROW or (rows.rows is not None and rows.rows * rows.cols < LITTLE)
+        which = f"less than {LITTLE} elements, or {SHORT_ROW} of a group, with channels before positions"
+        return f"XLA's code is faster for {which}" if is_little else None
+    return "XLA's code is faster for channels before positions, whose kernels leave what XLA multiplies in float32"
+
+
 def _slower(norm: GroupNorm, rows: CallRows) -> str | None:
     """Kernels go down the positions of an example: of few, or none, they have little to do at once."""
     if is_channels_first(norm):
-        return channels_first.slower(rows)
+        return _slower_with_channels_first(rows)
     positions = math.prod(rows.shape[axis] for axis in norm.axes[:-1])
     if rows.platform == "cpu":
         loses = norm.row_ndim == 1 and rows.cols <= SHORT
@@ -93,6 +125,41 @@ def _requested(request: Request) -> tuple[GroupNorm, Operands]:
     return norm, Operands(x, weight, weight)
 
 
+def _of_rows(norm: GroupNorm) -> Norm:
+    """The LayerNorm of groups. By a kernel: it is this op's lowering rule that chooses."""
+    return Norm(
+        kind="layer",
+        axes=norm.axes,
+        epsilon=norm.epsilon,
+        scale_offset=-0.0,
+        compute_dtype=norm.compute_dtype,
+        out_dtype=norm.compute_dtype,
+        native_for="group_norm",
+    )
+
+
+def _forward_in_parts(norm: GroupNorm, operands: Operands, *, with_stats: bool) -> tuple[Results, Statistics]:
+    """As the formula's, of which a kernel computes x_hat."""
+    x, scale, bias = operands
+    of_rows, stats = NORM.bind(_of_rows(norm), layer.Operands(x), with_stats=with_stats)
+    z = layer.weighted(norm.wide, of_rows.y, scale, bias)
+    return Results(FORMULAS[norm.activation].of(z).astype(norm.out_dtype)), stats
+
+
+def _backward_in_parts(
+    norm: GroupNorm, cotangents: Results, saved: Saved, wanted: Variables[Dtype], batch_dims: BatchDims
+) -> Variables[jax.Array]:
+    """As the formula's, of which a kernel computes the gradient by x."""
+    return formula.backward(norm, cotangents, saved, wanted, batch_dims, _gradient_of_x)
+
+
+def _gradient_of_x(norm: GroupNorm, dx_hat: jax.Array, x: jax.Array, stats: Statistics, wanted: Dtype) -> jax.Array:
+    of_rows: layer.Variables[Dtype] = layer.Variables(wanted)
+    cotangents, saved = layer.Results(dx_hat), layer.Saved(x, stats)
+    dx: jax.Array = NORM.gradients(_of_rows(norm), cotangents, saved, of_rows, ()).x
+    return dx
+
+
 GROUP_NORM = Family(
     Op(
         name="group_norm",
@@ -101,15 +168,15 @@ GROUP_NORM = Family(
         results=Results,
         roles=ROLES,
         types=_types,
-        forward=forward,
-        plain=plain,
+        forward=formula.forward,
+        plain=formula.plain,
         statistics=lambda norm, operands: statistics_of(norm, operands.x, 2),
         derivative=Derivative(
             saved=Saved,
             variables=Variables,
-            linear=linear,
-            backward=backward,
-            in_parts=lambda norm: channels_first.backward if is_channels_first(norm) else None,
+            linear=formula.linear,
+            backward=formula.backward,
+            in_parts=lambda norm: _backward_in_parts if is_channels_first(norm) else None,
         ),
         native=Native(
             names=("jaxnorm_group_norm",),
@@ -124,7 +191,7 @@ GROUP_NORM = Family(
         is_trailing=False,
         linear_in=lambda norm: () if norm.activation else ("scale", "bias"),
         can_shard=lambda *_: True,
-        in_parts=lambda norm: channels_first.forward if is_channels_first(norm) else None,
+        in_parts=lambda norm: _forward_in_parts if is_channels_first(norm) else None,
         functions=(
             Function(
                 "group_norm",

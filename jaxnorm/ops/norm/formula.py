@@ -1,7 +1,7 @@
 """The norms as plain jnp: the specification, the oracle of the tests and the fallback, in one.
 
-`Norm` says what is static about every norm. `gated_formula.py` has the formulas around a gate, `quantized_formula.py`
-the rounding of a quantised result.
+`Norm` says what is static about every norm. `gated.py` has the formulas around a gate, `quantized.py` the rounding
+of a quantised result.
 
 A native kernel computes what stands here. Everything is computed in float32 (float64 where an operand has it) and
 rounded once, at the end.
@@ -15,14 +15,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching
 
-from jaxnorm.ops.norm.merge import of_whole_rows
+from jaxnorm.native import compat
+from jaxnorm.primitive import lowering, rules
 from jaxnorm.primitive.addend import add, rounded
 from jaxnorm.primitive.op import BatchDims, Statistics
 from jaxnorm.primitive.spec import RowSpec
 from jaxnorm.primitive.weights import of_rank
 from jaxnorm.quantization import Quantization
 from jaxnorm.sharding import dims
+from jaxnorm.sharding.shards import Shards, check_no_jet
 
 Kind = Literal["rms", "layer"]
 KINDS: tuple[Kind, ...] = ("rms", "layer")
@@ -123,7 +127,7 @@ def merged(norm: Norm, of_shard: Sequence[jax.Array]) -> Statistics:
     if norm.kind == "rms":
         (mean_square,) = of_shard if norm.shards is None else norm.shards.mean(*of_shard)
         return (lax.rsqrt(mean_square + norm.epsilon),)
-    mean, variance = of_shard if norm.shards is None else of_whole_rows(norm.shards, *of_shard)
+    mean, variance = of_shard if norm.shards is None else _of_whole_rows(norm.shards, *of_shard)
     return mean, lax.rsqrt(variance + norm.epsilon)
 
 
@@ -280,3 +284,39 @@ def _pad(norm: Norm, y: jax.Array) -> jax.Array:
         return y
     y = dims.unsharded(y, -1)
     return jnp.pad(y, [*((0, 0) for _ in y.shape[:-1]), (0, norm.padded(y.shape)[-1] - y.shape[-1])])
+
+
+def _of_whole_rows(shards: Shards, mean: jax.Array, variance: jax.Array) -> list[jax.Array]:
+    """Chan, Golub and LeVeque's merge of mean and variance of shards: as exact as the sum over all, with one exchange.
+
+    Over axes of a `shard_map`, a primitive whose derivative is by means: JAX cannot transpose a gather beside an
+    Explicit axis, and drops a `custom_jvp`'s rule where it linearises the body of a loop.
+    """
+    check_no_jet([mean, variance])
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    return (_merge.bind if set(shards.names) <= set(manual) else _merge_formula)(mean, variance, shards=shards)
+
+
+def _merge_formula(mean: jax.Array, variance: jax.Array, *, shards: Shards) -> list[jax.Array]:
+    means, variances = shards.gather(mean, variance)
+    mean = jnp.mean(means, axis=0)
+    return [mean, jnp.mean(variances + lax.square(means - mean), axis=0)]
+
+
+def _merge_batch(of_shard: Any, axes: Any, *, shards: Shards) -> tuple[Any, Any]:
+    return rules.at_front(_merge.bind(*rules.fold(of_shard, axes), shards=shards))
+
+
+def _merge_jvp(of_shard: Any, dots: Any, *, shards: Shards) -> tuple[Any, Any]:
+    mean, variance = _merge.bind(*of_shard, shards=shards)
+    mean_dot, variance_dot = map(ad.instantiate_zeros, dots)
+    return [mean, variance], shards.mean(mean_dot, variance_dot + 2 * (of_shard[0] - mean) * mean_dot)
+
+
+_merge = Primitive("jaxnorm_merge")
+_merge.multiple_results = True
+_merge.def_abstract_eval(lambda *of_shard, shards: [a.update(weak_type=False) for a in of_shard])
+compat.run_eagerly(_merge)
+lowering.register_formula(_merge, _merge_formula)
+batching.primitive_batchers[_merge] = _merge_batch
+ad.primitive_jvps[_merge] = _merge_jvp

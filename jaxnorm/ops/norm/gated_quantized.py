@@ -16,12 +16,11 @@ from jax import lax
 from jaxnorm.ops import speed
 from jaxnorm.ops.activation import Synonym
 from jaxnorm.ops.misuse import explained
-from jaxnorm.ops.norm import gated_formula, op as norms, quantized_formula, quantized_op as quantized_norms
-from jaxnorm.ops.norm.checks import Gating, Quantizing, check_gated, check_quantized
+from jaxnorm.ops.norm import gated, op as norms, quantized as quantized_norms
+from jaxnorm.ops.norm.checks import Quantizing, check_quantized
 from jaxnorm.ops.norm.formula import Norm
-from jaxnorm.ops.norm.gated_api import in_groups
-from jaxnorm.ops.norm.gated_formula import Activation
-from jaxnorm.ops.norm.quantized_formula import Results
+from jaxnorm.ops.norm.gated import Activation, check_gated, in_groups
+from jaxnorm.ops.norm.quantized import Results
 from jaxnorm.ops.options import Implementation, NormOptions
 from jaxnorm.ops.quantize import rounding
 from jaxnorm.primitive import registry
@@ -38,11 +37,11 @@ class Operands(NamedTuple):
     smooth: jax.Array | None = None
     given: jax.Array | None = None  # the scale of everything
 
-    def of_gate(self) -> gated_formula.Operands:
-        return gated_formula.Operands(self.x, self.gate, self.scale)
+    def of_gate(self) -> gated.Operands:
+        return gated.Operands(self.x, self.gate, self.scale)
 
-    def of_quantization(self) -> quantized_formula.Operands:
-        return quantized_formula.Operands(self.x, scale=self.scale, smooth=self.smooth, given=self.given)
+    def of_quantization(self) -> quantized_norms.Operands:
+        return quantized_norms.Operands(self.x, scale=self.scale, smooth=self.smooth, given=self.given)
 
 
 def _spans_groups(norm: Norm, cols: Any) -> bool:
@@ -54,16 +53,16 @@ def _spans_groups(norm: Norm, cols: Any) -> bool:
 
 
 def _forward(norm: Norm, operands: Operands) -> tuple[Results, Statistics]:
-    (y,), stats = gated_formula.forward(norm, operands.of_gate())
+    (y,), stats = gated.forward(norm, operands.of_gate())
     rounds = operands.of_quantization()
     if not _spans_groups(norm, y.shape[-1]):
-        return quantized_formula.quantize(norm, y, rounds), stats
+        return quantized_norms.quantize(norm, y, rounds), stats
 
     def whole(groups: jax.Array) -> jax.Array:
         return groups.reshape(*groups.shape[:-2], 1, groups.shape[-2] * groups.shape[-1])
 
     rounds = rounds._replace(smooth=None if rounds.smooth is None else whole(rounds.smooth))
-    values, scales, *_, carrier = quantized_formula.quantize(norm, whole(y), rounds)
+    values, scales, *_, carrier = quantized_norms.quantize(norm, whole(y), rounds)
     carrier = None if carrier is None else carrier.reshape(y.shape)
     return Results(values.reshape(y.shape), scales, carrier=carrier), stats
 
@@ -78,7 +77,7 @@ def _scale_of_several_groups(norm: Norm, operands: Operands) -> str | None:
 
 
 def _unfit_gate(norm: Norm, operands: Operands) -> str | None:
-    return norms.unfit_gate(norm.unquantized(operands.x.dtype), operands)
+    return gated.unfit_gate(norm.unquantized(operands.x.dtype), operands)
 
 
 def _tangents(
@@ -89,7 +88,7 @@ def _tangents(
     The norm is linear in its scale, so that its kernel multiplies by smooth as well: a cotangent that is multiplied
     here would have another dtype than x, which gated kernels do not take.
     """
-    rounding.check(quantized_formula.derivative(norm))
+    rounding.check(quantized_norms.derivative(norm))
     unquantized, given, moving = norm.unquantized(operands.x.dtype), operands.of_gate(), dots.of_gate()
     if operands.smooth is not None:
         unquantized = dataclasses.replace(unquantized, scale_offset=-0.0)
@@ -98,14 +97,14 @@ def _tangents(
             scale = (given.scale.astype(norm.compute_dtype) + norm.scale_offset) * smooth
         scale_dot = None if moving.scale is None else moving.scale.astype(norm.compute_dtype) * smooth
         given, moving = given._replace(scale=scale), moving._replace(scale=scale_dot)
-    of_norm = gated_formula.Results(results.carrier)  # type: ignore[arg-type]
-    (y_dot,), of_stats = norms.GATED_NORM.tangents(unquantized, given, of_norm, stats, moving)
+    of_norm = gated.Results(results.carrier)  # type: ignore[arg-type]
+    (y_dot,), of_stats = gated.GATED_NORM.tangents(unquantized, given, of_norm, stats, moving)
     return Results(None, carrier=y_dot), of_stats  # type: ignore[arg-type]
 
 
 def _requested(request: Request) -> tuple[Norm, Operands]:
     # What is quantised is float32.
-    norm, operands = norms.requested("rms", gates=True)(request._replace(out_dtype=np.dtype(np.float32)))
+    norm, operands = gated.requested(request._replace(out_dtype=np.dtype(np.float32)))
     return dataclasses.replace(norm, quantization=Quantization(request.out_dtype)), Operands(*operands)
 
 
@@ -136,7 +135,7 @@ GATED_NORM_QUANTIZED = Family(
             Function(
                 "gated_rms_norm_quantized",
                 _requested,
-                arguments=norms.with_gate,
+                arguments=gated.with_gate,
                 out_dtypes=tuple(LARGEST),
                 last_axis_only=True,
             ),
@@ -194,8 +193,8 @@ def gated_rms_norm_quantized(
         axis_name=axis_name,
         implementation=implementation,
     )
-    name, gating = "gated_rms_norm_quantized", Gating(gate_first, activation, group_size)
-    norm, operands, size, chosen = check_gated(name, options, gating, gated_formula.Operands(x, gate, scale))
+    name = "gated_rms_norm_quantized"
+    norm, operands, size, chosen = check_gated(name, options, x, gate, scale, gate_first, activation, group_size)
     own = Quantizing(quantization, static_scale, smooth_scale, straight_through)
     norm, of_quantization = check_quantized(name, norm, operands, own)
     return _quantized(norm, Operands(*operands, *of_quantization), size, chosen)

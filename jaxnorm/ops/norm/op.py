@@ -1,16 +1,24 @@
-"""The norms as ops, without a gate and with one: what their kernels take, and their records."""
+"""The norms without a gate as an op: what its kernels take, what is native of rows with sharded axes, and its record.
+
+Of a shard of each row `moments` are the statistics, and `apply` is the norm by statistics that are given: before and
+after an exchange. Both are kernels on CUDA, where XLA reads x twice for LayerNorm's moments, and never from its end, so
+that the result would find its beginning in the cache; they are the formula elsewhere. They have no rules but their
+lowering, as they are bound while the norm's own primitives are lowered.
+"""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from jax.extend.core import Primitive
 
+from jaxnorm.native import ffi
 from jaxnorm.ops import speed
-from jaxnorm.ops.norm import formula, gated_formula as gated, shard
+from jaxnorm.ops.norm import formula
 from jaxnorm.ops.norm.formula import KINDS, STATISTICS, Dtype, Kind, Norm, Operands, Results, Saved, Variables
-from jaxnorm.primitive import registry, weights
+from jaxnorm.primitive import lowering, registry, weights
 from jaxnorm.primitive.family import Family
 from jaxnorm.primitive.op import LIKE_X, WEIGHT, BatchDims, Derivative, Native, Op, Role, Statistics, statistics_of
 from jaxnorm.primitive.registry import Function, Request
@@ -18,7 +26,10 @@ from jaxnorm.sharding import dims
 
 ADDEND = "residual"  # the field of operands that is added to x
 BRANCH_SCALE = "branch_scale"  # and the one by which x is multiplied before
-LONGEST_GATED = 1 << 14  # the longest row that kernels gate
+# Targets that only CUDA has.
+TARGETS = tuple(f"jaxnorm_{kind}_norm_{what}" for kind in KINDS for what in ("statistics", "apply"))
+moments_p = Primitive("jaxnorm_moments")
+apply_p = Primitive("jaxnorm_apply")
 # y, where it is padded, has a last axis of its own.
 PADDED = Role(lambda norm, ndim, _: dims.like_x(ndim) if norm.pad_to == 1 else (*range(ndim - 1), None))
 ROLES = dict.fromkeys(("x", ADDEND, "gate", "sum"), LIKE_X) | dict.fromkeys(("scale", "bias", BRANCH_SCALE), WEIGHT)
@@ -50,16 +61,6 @@ def _per_head_weights(norm: Norm, operands: Operands) -> str | None:
     of_all = (operands.scale, operands.bias, getattr(operands, BRANCH_SCALE, None))
     batch_dims = weights.batch_dims_of(norm.row_ndim, of_all)
     return weights.unsupported(operands.x.shape, norm.row_ndim, batch_dims)
-
-
-def unfit_gate(norm: Norm, operands: Any) -> str | None:
-    """Why no kernel takes this gate."""
-    x, cols = operands.x, operands.x.shape[-1]
-    if isinstance(cols, int) and cols > LONGEST_GATED:
-        return f"rows of {cols} elements are normalised, kernels with a gate take at most {LONGEST_GATED}"
-    others = [("gate", operands.gate.dtype), ("the result", norm.out_dtype)]
-    unlike = (f"{name} {dtype}" for name, dtype in others if dtype != x.dtype)
-    return next((f"x is {x.dtype} and {other}; kernels with a gate want them equal" for other in unlike), None)
 
 
 def target(norm: Norm) -> str:
@@ -99,8 +100,71 @@ def _has_kernels(norm: Norm, x: jax.Array) -> bool:
 
 
 def _forward_of_shard(norm: Norm, operands: Operands) -> tuple[Results, Statistics]:
-    x, addend, *_ = operands
-    return shard.forward(norm, operands, has_kernels=_has_kernels(norm, x if addend is None else addend))
+    """y, the sum where there is an addend, and the statistics of whole rows, of which x is a shard."""
+    x, addend, scale, bias, _ = operands
+    has_kernels = _has_kernels(norm, x if addend is None else addend)
+    normalised = formula.summed_operands(norm, operands)
+    # XLA adds an addend, and computes the moments of the sum, in one pass. Of float32 alone its loop over the result
+    # is at the copy rate.
+    is_native = has_kernels and addend is None
+    of_shard: Sequence[jax.Array] = moments_p.bind(x, norm=norm) if is_native else formula.moments(norm, normalised)
+    stats = formula.merged(norm, of_shard)
+    all_wide = normalised.dtype == norm.out_dtype == np.float32
+    one_loop = all_wide or norm.x_hat_dtype is not None
+    if one_loop or not has_kernels or weights.batch_dims_of(norm.row_ndim, (scale, bias)):
+        y = formula.affine(norm, normalised, stats, scale, bias)
+    else:
+        leaves, tree = jax.tree.flatten((normalised, stats, scale, bias))
+        (y,) = apply_p.bind(*leaves, tree=tree, norm=norm)
+    return Results(y, None if addend is None else normalised), stats
+
+
+def _moments_abstract(x: Any, *, norm: Norm) -> list[Any]:
+    return statistics_of(norm, x, STATISTICS[norm.kind])
+
+
+def _moments_jnp(x: jax.Array, *, norm: Norm) -> list[jax.Array]:
+    return list(formula.moments(norm, x))
+
+
+def _moments_native(ctx: Any, x: Any, *, norm: Norm) -> Any:
+    target = f"jaxnorm_{norm.kind}_norm_statistics"
+    return ffi.call("cuda", target, ctx, [x], attributes={"axes": np.int64(norm.row_ndim)})
+
+
+def _apply_abstract(x: Any, *_: Any, tree: Any, norm: Norm) -> list[Any]:
+    return [x.update(dtype=norm.out_dtype, weak_type=False)]
+
+
+def _apply_jnp(*operands: Any, tree: Any, norm: Norm) -> list[jax.Array]:
+    return [formula.affine(norm, *jax.tree.unflatten(tree, operands))]
+
+
+def _apply_native(ctx: Any, *operands: Any, tree: Any, norm: Norm) -> Any:
+    *_, scale, bias = jax.tree.unflatten(tree, operands)
+    return ffi.call(
+        "cuda",
+        f"jaxnorm_{norm.kind}_norm_apply",
+        ctx,
+        operands,
+        attributes={
+            "axes": np.int64(norm.row_ndim),
+            "scale_offset": np.float32(norm.scale_offset),
+            "multiply_before_cast": norm.multiply_before_cast,
+            "has_scale": scale is not None,
+            "has_bias": bias is not None,
+        },
+    )
+
+
+for primitive, abstract, by_jnp, native in (
+    (moments_p, _moments_abstract, _moments_jnp, _moments_native),
+    (apply_p, _apply_abstract, _apply_jnp, _apply_native),
+):
+    primitive.multiple_results = True
+    primitive.def_abstract_eval(abstract)
+    lowering.register_inner(primitive, by_jnp, native, ("cuda",))
+ffi.allow_export(TARGETS)
 
 
 def _backward_of_shard(
@@ -132,7 +196,7 @@ def _in_parts(norm: Norm) -> Callable[..., tuple[Results, Statistics]] | None:
     return forward
 
 
-def requested(kind: Kind, *, adds: bool = False, gates: bool = False) -> Callable[[Request], tuple[Norm, Any]]:
+def requested(kind: Kind, *, adds: bool = False) -> Callable[[Request], tuple[Norm, Any]]:
     """A call as `jaxnorm.info` asks for it."""
 
     def of_request(request: Request) -> tuple[Norm, Any]:
@@ -144,50 +208,15 @@ def requested(kind: Kind, *, adds: bool = False, gates: bool = False) -> Callabl
             scale_offset=-0.0,
             compute_dtype=dims.wide_dtype((request.dtype, addend_dtype or request.dtype, request.out_dtype)),
             out_dtype=request.out_dtype,
-            activation="silu" if gates else None,
-            gate_first=gates,
         )
         x, scale = request.array(request.shape), request.array(request.scale_shape)
-        if gates:
-            return norm, gated.Operands(x, x, scale)
         return norm, Operands(x, None if addend_dtype is None else request.array(request.shape, addend_dtype), scale)
 
     return of_request
 
 
-def with_gate(request: Request) -> dict[str, Any]:
-    """The arguments of a call with a gate, beside x and scale."""
-    return {"gate": request.array(request.shape), "gate_first": True}
-
-
 # The names of the spec in programs of older builds.
 registry.add_types(GatedNorm=Norm, QuantizedNorm=Norm)
-
-GATED_NORM = Family(
-    Op(
-        name="gated_norm",
-        spec=Norm,
-        operands=gated.Operands,
-        results=gated.Results,
-        roles=ROLES,
-        types=lambda norm, operands: gated.Results(dims.like(operands.x, norm.out_dtype)),
-        forward=gated.forward,
-        derivative=Derivative(
-            saved=gated.Saved, variables=gated.Variables, linear=gated.linear, backward=gated.backward
-        ),
-        native=Native(
-            names=("jaxnorm_gated_rms_norm",),
-            name=target,
-            forward=forward_attributes,
-            backward=attributes,
-            plan=plan,
-            slower=speed.any_kernel,
-        ),
-        reasons=(unfit_gate,),
-        can_shard=can_shard,
-        functions=(Function("gated_rms_norm", requested("rms", gates=True), arguments=with_gate, last_axis_only=True),),
-    )
-)
 
 NORM = Family(
     Op(

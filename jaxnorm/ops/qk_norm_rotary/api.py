@@ -1,4 +1,4 @@
-"""The public function of rotary embedding with the norms of queries and keys."""
+"""The public functions: queries and keys apart, or in one product with the values."""
 
 from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple
@@ -10,20 +10,23 @@ from jaxnorm.ops import checks
 from jaxnorm.ops.misuse import explained
 from jaxnorm.ops.options import Implementation
 from jaxnorm.ops.qk_norm_rotary.checks import (
+    Beside,
     Rotation,
     angles_of,
+    check_counts,
     check_k,
     check_normalize,
+    check_packed,
     check_rotation,
     check_scale,
     check_tokens,
 )
 from jaxnorm.ops.qk_norm_rotary.formula import Operands, QKNormRotary
 from jaxnorm.ops.qk_norm_rotary.op import QK_NORM_ROTARY
-from jaxnorm.results import QK
+from jaxnorm.ops.qk_norm_rotary.packed import QKV_NORM_ROTARY, Operands as PackedOperands, QKVNormRotary
+from jaxnorm.results import QK, QKV
 from jaxnorm.sharding import dims
 
-NAME = "qk_norm_rotary"
 Normalize = bool | Literal["rms", "layer"]
 
 
@@ -77,6 +80,56 @@ def qk_norm_rotary(
     return _rotated(options, rotation, Operands(q, k, q_scale, k_scale), heads_axis)
 
 
+@explained
+def qkv_norm_rotary(
+    qkv: Any,
+    q_scale: Any = None,
+    k_scale: Any = None,
+    positions: Any = None,
+    *,
+    heads: int,
+    kv_heads: int,
+    cos: Any = None,
+    sin: Any = None,
+    theta: float = 10000.0,
+    frequencies: Any = None,
+    rotary_dim: int | None = None,
+    interleaved: bool = False,
+    normalize: Normalize = True,
+    epsilon: float = 1e-6,
+    scale_offset: float = 0.0,
+    implementation: Implementation | None = None,
+) -> QKV:
+    """Takes queries, keys and values out of their one product, and normalises and rotates the queries and keys.
+
+        q, k, v = split(qkv, [heads, heads + kv_heads], axis=-2)      by heads: those of q, then of k, then of v
+        q, k = qk_norm_rotary(q, k, q_scale, k_scale, positions, ...)
+
+        >>> q, k, v = qkv_norm_rotary(jnp.ones((2, 6, 8, 16)), jnp.ones(16), jnp.ones(16), heads=4, kv_heads=2)
+
+    One call reads each where it lies, and another writes the gradient, one array like qkv: nothing is sliced or
+    concatenated. v is copied as it is, unless a program does not read it.
+
+    Args:
+      qkv: floating-point array (..., tokens, heads + 2 * kv_heads, head size); or of at most three axes with all heads
+        along the last, (batch, tokens, (heads + 2 * kv_heads) * head size).
+      q_scale: factor of q's norm, of the head size, or (heads, head size).
+      k_scale: factor of k's norm, of the head size, or (kv_heads, head size). The others are as for `qk_norm_rotary`.
+
+    Returns:
+      `QKV`, (q, k, v): arrays (..., tokens, heads, head size), and kv_heads, of qkv's dtype.
+
+    Raises:
+      ValueError, TypeError, RuntimeError: qkv has another shape, or one that can be read in both ways: reshape it to
+        four axes; or as `qk_norm_rotary`.
+
+    Source: as for `qk_norm_rotary`.
+    """
+    options = Options(epsilon, scale_offset, normalize, implementation)
+    rotation = Rotation(positions, cos, sin, theta, frequencies, rotary_dim, interleaved)
+    return _unpacked(options, rotation, PackedOperands(qkv, q_scale, k_scale), heads, kv_heads)
+
+
 class Options(NamedTuple):
     """The keywords that are not about the rotation, nor where the heads are, as a caller gave them."""
 
@@ -88,7 +141,6 @@ class Options(NamedTuple):
     def checked(self, function: str, x: jax.Array, rotation: Rotation, arrays: Iterable[Any]) -> dict[str, Any]:
         """The fields of a spec, for a checked rotation and all arrays that are computed with."""
         return {
-            "norm": check_normalize(function, self.normalize),
             "rotary_dim": rotation.rotary_dim,
             "interleaved": rotation.interleaved,
             "epsilon": checks.check_epsilon(function, self.epsilon),
@@ -99,16 +151,34 @@ class Options(NamedTuple):
 
 
 def _rotated(options: Options, rotation: Rotation, arrays: Operands, heads_axis: Any) -> QK:
-    choice = checks.check_implementation(NAME, options.implementation)
-    tokens = check_tokens(NAME, arrays.q, heads_axis)
-    q, k = tokens.x, check_k(NAME, arrays.k, tokens)
-    norm = check_normalize(NAME, options.normalize)
+    name = "qk_norm_rotary"
+    choice = checks.check_implementation(name, options.implementation)
+    tokens = check_tokens(name, arrays.q, heads_axis)
+    q, k = tokens.x, check_k(name, arrays.k, tokens)
+    norm = check_normalize(name, options.normalize)
     of_k = tokens._replace(x=k, name="k")
-    q_scale = check_scale(NAME, "q_scale", arrays.q_scale, q.shape[tokens.heads_axis], tokens, norm)
-    k_scale = check_scale(NAME, "k_scale", arrays.k_scale, k.shape[tokens.heads_axis], of_k, norm)
-    rotation = check_rotation(NAME, rotation, tokens)
-    fields = options.checked(NAME, q, rotation, (q, k, q_scale, k_scale))
-    spec = QKNormRotary(heads_axis=tokens.heads_axis, **fields, **choice.asks(NAME))
-    angles = angles_of(NAME, rotation, tokens, spec.compute_dtype)
+    q_scale = check_scale(name, "q_scale", arrays.q_scale, q.shape[tokens.heads_axis], tokens, norm)
+    k_scale = check_scale(name, "k_scale", arrays.k_scale, k.shape[tokens.heads_axis], of_k, norm)
+    rotation = check_rotation(name, rotation, tokens)
+    fields = options.checked(name, q, rotation, (q, k, q_scale, k_scale))
+    spec = QKNormRotary(norm=norm, heads_axis=tokens.heads_axis, **fields, **choice.asks(name))
+    angles = angles_of(name, rotation, tokens, spec.compute_dtype)
     operands = Operands(q, k, q_scale, k_scale, **angles)
     return QK(*QK_NORM_ROTARY(spec, operands, choice.implementation))
+
+
+def _unpacked(options: Options, rotation: Rotation, arrays: PackedOperands, heads: Any, kv_heads: Any) -> QKV:
+    name = "qkv_norm_rotary"
+    choice = checks.check_implementation(name, options.implementation)
+    counts = check_counts(name, heads, kv_heads)
+    tokens = check_packed(name, arrays.qkv, counts, Beside(arrays.q_scale, arrays.k_scale, rotation))
+    norm = check_normalize(name, options.normalize)
+    q_scale = check_scale(name, "q_scale", arrays.q_scale, counts.q, tokens, norm)
+    k_scale = check_scale(name, "k_scale", arrays.k_scale, counts.kv, tokens, norm)
+    rotation = check_rotation(name, rotation, tokens)
+    fields = options.checked(name, tokens.x, rotation, (tokens.x, q_scale, k_scale))
+    spec = QKVNormRotary(norm=norm, heads=counts.q, kv_heads=counts.kv, **fields, **choice.asks(name))
+    angles = angles_of(name, rotation, tokens, spec.compute_dtype)
+    results = QKV_NORM_ROTARY(spec, PackedOperands(tokens.x, q_scale, k_scale, **angles), choice.implementation)
+    assert results.v_out is not None
+    return QKV(results.q_out, results.k_out, results.v_out)

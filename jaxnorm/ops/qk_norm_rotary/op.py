@@ -7,18 +7,8 @@ import numpy as np
 
 from jaxnorm.native import ffi
 from jaxnorm.ops import speed
-from jaxnorm.ops.qk_norm_rotary.formula import (
-    STATISTICS,
-    Operands,
-    QKNormRotary,
-    Results,
-    Saved,
-    Variables,
-    backward,
-    forward,
-    linear,
-    plain,
-)
+from jaxnorm.ops.qk_norm_rotary import formula
+from jaxnorm.ops.qk_norm_rotary.formula import STATISTICS, Operands, QKNormRotary, Results, Saved, Variables
 from jaxnorm.primitive.family import Family
 from jaxnorm.primitive.op import LIKE_X, Derivative, Native, Op, Role, statistics_of
 from jaxnorm.primitive.registry import Function, Request
@@ -163,10 +153,12 @@ QK_NORM_ROTARY = Family(
         results=Results,
         roles=ROLES,
         types=types,
-        forward=forward,
-        plain=plain,
+        forward=formula.forward,
+        plain=formula.plain,
         statistics=statistics_types,
-        derivative=Derivative(saved=Saved, variables=Variables, linear=linear, backward=backward, unsaved=_unsaved),
+        derivative=Derivative(
+            saved=Saved, variables=Variables, linear=formula.linear, backward=formula.backward, unsaved=_unsaved
+        ),
         native=NATIVE,
         reasons=(head_too_long, _unequal_dtypes, other_dtypes),
         linear_in=lambda _: ("q_scale", "k_scale"),

@@ -89,6 +89,15 @@ def scale_of(quantization: Quantization, amax: jax.Array) -> jax.Array:
     return jnp.where(is_zero, 1, scale)
 
 
+def attributes(quantization: Quantization) -> dict[str, Any]:
+    """What a native call is told of it."""
+    return {
+        "group": np.int64(quantization.group_size or 0),
+        "max_scale": np.float32(np.inf if quantization.max_scale is None else quantization.max_scale),
+        "power_of_two": quantization.power_of_two,
+    }
+
+
 def straight_through(
     derivative: Derivative, v: jax.Array, given: jax.Array | None, dtype: Any
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:

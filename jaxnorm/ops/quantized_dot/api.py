@@ -4,7 +4,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxnorm.ops import checks as shared_checks
 from jaxnorm.ops.misuse import explained
@@ -45,18 +44,15 @@ def quantized_dot(
 
     Source: Dettmers et al., LLM.int8(), 2022, https://arxiv.org/abs/2208.07339.
     """
-    return _quantized_dot(x, kernel, out_dtype, bias, implementation)
-
-
-def _quantized_dot(x: Any, kernel: Any, out_dtype: Any, bias: Any, implementation: Any) -> jax.Array:
     choice = shared_checks.check_implementation(NAME, implementation).forward  # there is no other kernel
     kernel = checks.check_kernel(NAME, kernel, x)
     x = checks.check_x(NAME, x, kernel)
     checks.check_scales(NAME, "kernel", kernel)
     is_quantized = isinstance(x, Quantized)
     values = x.values if is_quantized else x
+    gives_bfloat16 = is_quantized and out_dtype is None
     spec = QuantizedDot(
-        out_dtype=np.dtype(jnp.bfloat16) if is_quantized and out_dtype is None else _out_dtype(out_dtype, values),
+        out_dtype=shared_checks.check_out_dtype(NAME, jnp.bfloat16 if gives_bfloat16 else out_dtype, values),
         implementation=choice.implementation,
         how=choice.how,
         wants_all_digits=_wants_all_digits(),
@@ -78,10 +74,6 @@ def _quantized_dot(x: Any, kernel: Any, out_dtype: Any, bias: Any, implementatio
 def _wants_all_digits() -> bool:
     config: Any = jax.config
     return config.jax_default_matmul_precision in ("highest", "float32")
-
-
-def _out_dtype(out_dtype: Any, values: jax.Array) -> np.dtype[Any]:
-    return shared_checks.check_out_dtype(NAME, out_dtype, values)
 
 
 def _of_rows(scales: jax.Array, values: jax.Array) -> jax.Array:

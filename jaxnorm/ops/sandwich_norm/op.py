@@ -9,17 +9,8 @@ from jaxnorm.native import ffi
 from jaxnorm.ops import speed
 from jaxnorm.ops.norm import formula as one
 from jaxnorm.ops.norm.op import NORM
-from jaxnorm.ops.sandwich_norm.formula import (
-    Operands,
-    Results,
-    SandwichNorm,
-    Saved,
-    Variables,
-    backward,
-    forward,
-    linear,
-    plain,
-)
+from jaxnorm.ops.sandwich_norm import formula
+from jaxnorm.ops.sandwich_norm.formula import Operands, Results, SandwichNorm, Saved, Variables
 from jaxnorm.primitive import weights
 from jaxnorm.primitive.family import Family
 from jaxnorm.primitive.op import LIKE_X, WEIGHT, Derivative, Native, Op, Statistics, statistics_of
@@ -112,10 +103,10 @@ SANDWICH_NORM = Family(
             "new_residual": LIKE_X,
         },
         types=_types,
-        forward=forward,
-        plain=plain,
+        forward=formula.forward,
+        plain=formula.plain,
         statistics=lambda norm, operands: statistics_of(norm, operands.x, 2),
-        derivative=Derivative(saved=Saved, variables=Variables, linear=linear, backward=backward),
+        derivative=Derivative(saved=Saved, variables=Variables, linear=formula.linear, backward=formula.backward),
         native=Native(
             names=("jaxnorm_rms_norm_add_rms_norm",),
             name=lambda _: "jaxnorm_rms_norm_add_rms_norm",
