@@ -46,8 +46,8 @@ class RMSNorm(eqx.nn.RMSNorm):
     """
 
     def __call__(self, x: Any, state: Any = _NO_STATE, *, key: Any = None) -> Any:
-        served = _is_served(self, x, self.shape)
-        return _with_state(_of_shape(self, x, rms_norm) if served else super().__call__(x), state)
+        y = _of_shape(rms_norm, self, x)
+        return _with_state(super().__call__(x) if y is None else y, state)
 
 
 class LayerNorm(eqx.nn.LayerNorm):
@@ -61,8 +61,8 @@ class LayerNorm(eqx.nn.LayerNorm):
     """
 
     def __call__(self, x: Any, state: Any = _NO_STATE, *, key: Any = None) -> Any:
-        served = _is_served(self, x, self.shape)
-        return _with_state(_of_shape(self, x, layer_norm) if served else super().__call__(x), state)
+        y = _of_shape(layer_norm, self, x)
+        return _with_state(super().__call__(x) if y is None else y, state)
 
 
 class GroupNorm(eqx.nn.GroupNorm):
@@ -336,8 +336,7 @@ def _why_never(module: Any) -> str | None:
     if why := _why_no_arrays(weights):
         return why
     dtypes = [weight.dtype for weight in weights.values()]
-    why = replacing.why_epsilon(getattr(module, "eps", 0.0)) or replacing.why_dtypes(*dtypes)
-    return why and f"no kernel serves {why}"
+    return replacing.why_not_served(*dtypes, epsilon=getattr(module, "eps", 0.0))
 
 
 def _why_no_arrays(weights: dict[str, Any]) -> str | None:
@@ -346,16 +345,17 @@ def _why_no_arrays(weights: dict[str, Any]) -> str | None:
     return next((f"its {name} is no array but a {of}" for name, of in others.items()), None)
 
 
-def _is_served(module: Any, x: Any, shape: tuple[int, ...] | None = None) -> bool:
-    """Whether a kernel computes `module(x)`, where x has this shape or, without one, an axis of channels."""
-    if not isinstance(x, jax.Array) or not x.ndim or shape not in (None, x.shape):
-        return False
-    return _why_never(module) is None and replacing.why_dtypes(x.dtype) is None
+def _is_served(module: Any, x: Any) -> bool:
+    """Whether a kernel computes `module(x)`, if x has a shape that fits."""
+    is_array = isinstance(x, jax.Array) and x.ndim > 0
+    return is_array and _why_never(module) is None and replacing.why_dtypes(x.dtype) is None
 
 
-def _of_shape(module: Any, x: jax.Array, norm: Callable[..., jax.Array]) -> jax.Array:
-    axes = tuple(range(-x.ndim, 0))
-    return norm(x, module.weight, bias=module.bias, epsilon=module.eps, axis=axes)
+def _of_shape(norm: Callable[..., jax.Array], module: Any, x: Any) -> jax.Array | None:
+    """The norm of an x of the module's shape; None where Equinox' own code computes it, or has an error."""
+    if not _is_served(module, x) or x.shape != module.shape:
+        return None
+    return norm(x, module.weight, bias=module.bias, epsilon=module.eps, axis=tuple(range(-x.ndim, 0)))
 
 
 def _with_state(y: jax.Array, state: Any) -> Any:

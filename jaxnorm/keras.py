@@ -190,8 +190,7 @@ def _why_never(layer: Any) -> str | None:
     dtypes = (layer.compute_dtype, *(variable.dtype for variable in layer.variables))
     if getattr(layer, "rms_scaling", False):
         return "no kernel serves rms_scaling"
-    why = replacing.why_epsilon(layer.epsilon) or replacing.why_dtypes(*dtypes)
-    return why and f"no kernel serves {why}"
+    return replacing.why_not_served(*dtypes, epsilon=layer.epsilon)
 
 
 def _why_no_lookup(layer: Any) -> str | None:
@@ -200,8 +199,7 @@ def _why_no_lookup(layer: Any) -> str | None:
         return f"its table is quantised to {layer.quantization_mode}"
     if layer.lora_rank:
         return "it has LoRA"
-    why = replacing.why_dtypes(layer.compute_dtype, layer.variable_dtype)
-    return why and f"no kernel serves {why}"
+    return replacing.why_not_served(layer.compute_dtype, layer.variable_dtype)
 
 
 def _quantize(of_keras: Any, mode: Any = None, type_check: bool = True, **options: Any) -> None:
@@ -214,7 +212,7 @@ def _is_served(layer: Any, x: Any, parameters: tuple[Any, ...]) -> bool:
     if not isinstance(x, jax.Array) or getattr(layer, "rms_scaling", False):
         return False
     dtypes = (x.dtype, layer.compute_dtype, *(p.dtype for p in parameters if p is not None))
-    return replacing.why_epsilon(layer.epsilon) is None and replacing.why_dtypes(*dtypes) is None
+    return replacing.why_not_served(*dtypes, epsilon=layer.epsilon) is None
 
 
 def _trailing(layer: Any, x: Any, parameters: tuple[Any, ...]) -> tuple[int, ...] | None:

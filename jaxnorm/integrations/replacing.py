@@ -177,16 +177,17 @@ def why_subclass(cls: type, ours: Mapping[type, type], others: tuple[type, ...])
     return "it is a class of the model's own" if "norm" in cls.__name__.lower() else None
 
 
-def why_epsilon(epsilon: object) -> str | None:
-    """Why no kernel takes an epsilon; None if one does."""
-    served = isinstance(epsilon, Real) and 0 <= float(epsilon) < math.inf
-    return None if served else f"epsilon={epsilon}"
+def why_not_served(*dtypes: Any, epsilon: object = 0.0) -> str | None:
+    """Why a layer with these dtypes and this epsilon is left; None if kernels serve it."""
+    is_served = isinstance(epsilon, Real) and 0 <= float(epsilon) < math.inf
+    why = why_dtypes(*dtypes) if is_served else f"epsilon={epsilon}"
+    return why and f"no kernel serves {why}"
 
 
 def why_dtypes(*dtypes: Any) -> str | None:
-    """The first of `dtypes` that kernels do not read and write: integers, float64, complex: the library's."""
-    unknown = (dtype for dtype in map(jnp.dtype, dtypes) if dtype not in ffi.DTYPES)
-    return next(map(str, unknown), None)
+    """The first of `dtypes`, without None, that kernels do not read and write: integers, float64, complex."""
+    unknown = (dtype for dtype in dtypes if dtype is not None and jnp.dtype(dtype) not in ffi.DTYPES)
+    return next((str(jnp.dtype(dtype)) for dtype in unknown), None)
 
 
 def explained(cls: C) -> C:

@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 
 from jaxnorm.integrations import replacing
 from jaxnorm.integrations.flax import calls
-from jaxnorm.integrations.flax.linen_replace import Nested, intercepted
+from jaxnorm.integrations.flax.linen_replace import Chosen, Contexts, path_of
 from jaxnorm.integrations.flax.served import linen
 from jaxnorm.integrations.replacing import of_rows, pair
 from jaxnorm.ops.float8_linear.api import DEFAULT
@@ -39,7 +39,7 @@ class Change(NamedTuple):
     remedy: str = ""  # for a DenseGeneral that is left
 
 
-_nested = Nested()
+_contexts = Contexts()
 
 
 @explained
@@ -157,37 +157,24 @@ def _dense(recipe: Float8Recipe, module: Any, x: Any) -> jax.Array:
     return calls.float8_linear(module, recipe, x, kernel, bias)
 
 
-@contextlib.contextmanager
-def changed(change: Change, only: replacing.Only | None, key: Hashable) -> Iterator[Report]:
+def changed(change: Change, only: replacing.Only | None, key: Hashable) -> contextlib._GeneratorContextManager[Report]:
     """Computes the layers of all models that are called within so, and has them in a report.
 
     What is traced may serve where `done`, `only` and the key are the same.
     """
-    report = Report(where=replacing.TRACED)
-    with intercepted(_interceptor(report, change, only), (change.done, only, key)), _nested(report):
-        yield report
+    return _contexts(partial(_chosen, change, only), f"it is {change.done}{ALREADY}", (change.done, only, key))
 
 
-def _interceptor(report: Report, change: Change, only: replacing.Only | None) -> Callable[..., Any]:
-    """What `linen.intercept_methods` calls for each method of a module."""
-
-    def intercept(call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
-        module, cls = context.module, type(context.module)
-        if context.method_name != "__call__":
-            return call(*args, **kwargs)
-        path = () if module.scope is None else module.path
-        if replacing.find(cls, dict.fromkeys(change.classes, True)):
-            x = _inputs(*args, **kwargs)
-            why = change.why_left(module, x) or ("only is false of it" if only and not only(path, module) else None)
-            if why is None:
-                call, args, kwargs = change.compute, (module, x), {}
-                _nested.tell(report, path, cls, f"it is {change.done}{ALREADY}")
-        elif (why := _why_class(cls, change)) is None:
-            return call(*args, **kwargs)
-        report.add(path, cls, why)
-        return call(*args, **kwargs)
-
-    return intercept
+def _chosen(change: Change, only: replacing.Only | None, module: Any, args: Any, kwargs: Any) -> Chosen:
+    """What computes a layer in place of its own code, or why nothing does; None of what is no linear layer."""
+    cls = type(module)
+    if not replacing.find(cls, dict.fromkeys(change.classes, True)):
+        why = _why_class(cls, change)
+        return None if why is None else (why, None)
+    x = _inputs(*args, **kwargs)
+    is_left = only is not None and not only(path_of(module), module)
+    why = change.why_left(module, x) or ("only is false of it" if is_left else None)
+    return why, None if why else partial(change.compute, module, x)
 
 
 def _inputs(inputs: Any) -> Any:
@@ -213,7 +200,7 @@ def why_left(module: Any, x: Any) -> str | None:
     """Why any other way is not what Flax's code says. None if it may be."""
     if is_quantised(module):
         return "it is quantised already"
-    why = replacing.why_dtypes(module.param_dtype, *([] if (dtype := dtype_of(module, x)) is None else [dtype]))
+    why = replacing.why_dtypes(module.param_dtype, dtype_of(module, x))
     return replacing.why_own(module, FLAXS_OWN) or (why and f"it is of {why}")
 
 

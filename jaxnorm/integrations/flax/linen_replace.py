@@ -28,37 +28,53 @@ OURS: dict[type, type] = {
 OTHERS = (linen.BatchNorm, linen.SpectralNorm, linen.WeightNorm)
 
 
-class Nested(threading.local):
-    """The reports of the contexts of one kind that are around here, from the outermost."""
+# Why a module is left, and what gives its result in place of its own code; None for one that is no concern.
+Chosen = tuple[str | None, Callable[[], Any] | None] | None
+# What the contexts around here change: a part of the key by which JAX caches what it has traced, local to a thread.
+_changes = jax.make_user_context(())
+
+
+class Contexts(threading.local):
+    """The contexts of one kind, with the reports of those that are around here, from the outermost."""
 
     def __init__(self) -> None:
         self.reports: list[Report] = []
 
     @contextlib.contextmanager
-    def __call__(self, report: Report) -> Iterator[None]:
+    def __call__(self, choose: Callable[..., Chosen], done: str, key: Hashable) -> Iterator[Report]:
+        """Within, modules are computed as `choose` says of each that is called, with its arguments, and keywords.
+
+        Contexts of the kind within this one are not asked: they are told why what it computes is left, as it is `done`.
+        `jax.jit` takes no program that was traced where no such key was in force.
+        """
+        report = Report(where=replacing.TRACED)
+
+        def intercept(call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
+            chosen = choose(context.module, args, kwargs) if context.method_name == "__call__" else None
+            if chosen is None:
+                return call(*args, **kwargs)
+            (why, compute), path, cls = chosen, path_of(context.module), type(context.module)
+            report.add(path, cls, why)
+            if compute is None:
+                return call(*args, **kwargs)
+            place = next(place for place, around in enumerate(self.reports) if around is report)
+            for within in self.reports[place + 1 :]:
+                within.add(path, cls, done)
+            return compute()
+
         self.reports.append(report)
         try:
-            yield
+            with linen.intercept_methods(intercept), _changes((*_changes.value, key)):
+                yield report
         finally:
             self.reports.pop()
 
-    def tell(self, report: Report, path: Path, cls: type, why: str) -> None:
-        """Says why a module is left to the contexts within that of `report`, which are not asked about it."""
-        place = next(place for place, around in enumerate(self.reports) if around is report)
-        for within in self.reports[place + 1 :]:
-            within.add(path, cls, why)
+
+_contexts = Contexts()
 
 
-_nested = Nested()
-# What the contexts around here change: a part of the key by which JAX caches what it has traced, local to a thread.
-_changes = jax.make_user_context(())
-
-
-@contextlib.contextmanager
-def intercepted(interceptor: Callable[..., Any], key: Hashable) -> Iterator[None]:
-    """`linen.intercept_methods`; within, `jax.jit` takes no program that was traced where no such key was in force."""
-    with linen.intercept_methods(interceptor), _changes((*_changes.value, key)):
-        yield
+def path_of(module: Any) -> Path:
+    return () if module.scope is None else module.path
 
 
 def using_layers(custom: replacing.Custom | None = None) -> contextlib._GeneratorContextManager[Report]:
@@ -92,55 +108,33 @@ def using_layers(custom: replacing.Custom | None = None) -> contextlib._Generato
 
 @contextlib.contextmanager
 def _replacing(custom: Any) -> Iterator[Report]:
-    report, classes = Report(where=replacing.TRACED), set[type]()
-    with intercepted(_interceptor(report, custom, classes), ("replaced", frozenset(custom.items()))), _nested(report):
+    classes = set[type]()
+    key = "replaced", frozenset(custom.items())
+    with _contexts(partial(_chosen, custom, classes), replacing.OURS_ALREADY, key) as report:
         yield report
     if classes:
         report.name_unused(custom, classes | {cls for _, cls, _ in report.left})  # one around computes these
 
 
-def _interceptor(report: Report, custom: Any, classes: set[type]) -> Callable[..., Any]:
-    """What `linen.intercept_methods` calls for each method of a module; `classes` gets those that are called."""
-
-    def intercept(call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
-        module, cls = context.module, type(context.module)
-        initialises = module.scope is not None and module.is_initializing()
-        if context.method_name != "__call__":
-            return call(*args, **kwargs)
-        classes.add(cls)
-        compute = None  # what gives the result in place of the module's own code
-        if function := replacing.find(cls, custom):
-            why = None
-            # A function may only read parameters, so the model's own code makes them.
-            if not initialises:
-                compute = partial(function, module, *args, **kwargs)
-        elif ours := replacing.find(cls, OURS):
-            arguments = ours._arguments(*args, **kwargs)
-            why = ours._why_flax(module, *arguments)
-            if not why:
-                compute = partial(ours._fused, module, *arguments)
-            why = why and f"no kernel serves {why}"
-        elif own := _own(module):
-            why = own if isinstance(own, str) else None
-            if isinstance(own, known_norms.Own) and not initialises and not (why := own.why_not(module, args, kwargs)):
-                compute = partial(own.compute, module, args, kwargs)
-            why = f"its own code computes {why}" if why and isinstance(own, known_norms.Own) else why
-        elif (why := replacing.why_class(cls, tuple(OURS.values()), OURS, OTHERS, partial(_line, module))) is None:
-            return call(*args, **kwargs)
-        path = () if module.scope is None else module.path
-        report.add(path, cls, why)
-        if compute is None:
-            return call(*args, **kwargs)
-        _nested.tell(report, path, cls, replacing.OURS_ALREADY)
-        return compute()
-
-    return intercept
-
-
-def _own(module: Any) -> known_norms.Own | str | None:
-    """What a published class computes, or why it is left; None if it is not known."""
+def _chosen(custom: Any, classes: set[type], module: Any, args: Any, kwargs: Any) -> Chosen:
+    """What computes a module in place of its own code, or why nothing does; `classes` gets those that are called."""
     cls = type(module)
-    return None if issubclass(cls, (*OURS.values(), *OTHERS)) else known_norms.own(cls, module)
+    classes.add(cls)
+    # A function may only read parameters, so the model's own code makes them.
+    initialises = module.scope is not None and module.is_initializing()
+    if function := replacing.find(cls, custom):
+        return None, None if initialises else partial(function, module, *args, **kwargs)
+    if ours := replacing.find(cls, OURS):
+        arguments = ours._arguments(*args, **kwargs)
+        why = ours._why_flax(module, *arguments)
+        return (f"no kernel serves {why}", None) if why else (None, partial(ours._fused, module, *arguments))
+    own = None if issubclass(cls, (*OURS.values(), *OTHERS)) else known_norms.own(cls, module)
+    if isinstance(own, known_norms.Own):
+        if not initialises and (why := own.why_not(module, args, kwargs)):
+            return f"its own code computes {why}", None
+        return None, None if initialises else partial(own.compute, module, args, kwargs)
+    why = own or replacing.why_class(cls, tuple(OURS.values()), OURS, OTHERS, partial(_line, module))
+    return None if why is None else (why, None)
 
 
 def _line(module: Any) -> str:

@@ -69,8 +69,7 @@ def _why_class(cls: type, change: Change) -> str | None:
 
 def why_left(module: Any) -> str | None:
     """Why a linear layer stays Flax's. None if it can be changed."""
-    dtypes = (module.kernel.dtype, *([module.dtype] if module.dtype else []))
-    why = replacing.why_dtypes(*dtypes)
+    why = replacing.why_dtypes(module.kernel.dtype, module.dtype)
     return replacing.why_own(module, FLAXS_OWN) or (why and f"it is of {why}")
 
 

@@ -202,7 +202,7 @@ def _why_class(module: Any) -> str | None:
 def _why_left(module: Any, ours: Any) -> str | None:
     """Why a layer of Flax stays one; None if kernels serve some calls of it."""
     dtypes = [leaf.dtype for leaf in jax.tree.leaves(nnx.state(module))]
-    why = ours._why_never(module) or replacing.why_dtypes(*dtypes, *([module.dtype] if module.dtype else []))
+    why = ours._why_never(module) or replacing.why_dtypes(*dtypes, module.dtype)
     return why and f"no kernel serves {why}"
 
 

@@ -9,7 +9,7 @@ otherwise.
 from collections.abc import Iterable
 from itertools import chain
 from numbers import Real
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,16 +23,6 @@ except ModuleNotFoundError as error:
     if error.name != "flax":
         raise
     raise ImportError("jaxnorm.nnx and jaxnorm.linen need Flax: pip install 'flax>=0.12.7'") from error
-
-
-class FlaxNorm(Protocol):
-    """The fields of a norm of either API that say what is normalised."""
-
-    epsilon: Any
-    reduction_axes: Any
-    feature_axes: Any
-    axis_name: Any
-    axis_index_groups: Any
 
 
 # The options of either API that only Flax's own code has another value for.
@@ -76,7 +66,7 @@ def why_options(module: Any) -> str | None:
 
 
 def why_flax(
-    module: FlaxNorm,
+    module: Any,
     x: jax.Array,
     mask: jax.Array | None,
     parameters: Iterable[jax.Array | None],
@@ -108,7 +98,7 @@ def is_split_otherwise(x: jax.Array, parameters: Iterable[jax.Array | None], axe
 
 
 def called_axes(
-    module: FlaxNorm, x: jax.Array, mask: object, why: str | None
+    module: Any, x: jax.Array, mask: object, why: str | None
 ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """The axes that a function normalises for `module(x)`, and those of its parameters; None where Flax computes it.
 
@@ -126,7 +116,7 @@ def called_axes(
     return axis, axis
 
 
-def function_axes(module: FlaxNorm, x: jax.Array, mask: object, what: str) -> tuple[int, ...]:
+def function_axes(module: Any, x: jax.Array, mask: object, what: str) -> tuple[int, ...]:
     """The axes that a function of this package normalises for `module(x)`, or an error where none says the same.
 
     `what` says which norm Flax has no code for, as "a quantised norm".
@@ -166,7 +156,7 @@ def check_not_flaxs_own(module: Any, mask: object, what: str) -> None:
         )
 
 
-def last_axis(module: FlaxNorm, x: jax.Array, mask: object, what: str) -> None:
+def last_axis(module: Any, x: jax.Array, mask: object, what: str) -> None:
     """An error unless a function of this package, see `function_axes`, normalises the last axis alone."""
     axes = function_axes(module, x, mask, what)
     if axes != (-1,):
@@ -189,7 +179,7 @@ def _must_be(module: object, option: str, expected: object, why: str) -> None:
         raise ValueError(f"{type(module).__name__}: {option}={value}, expected {expected}: {why}. Leave it out.")
 
 
-def _axes(module: FlaxNorm, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _axes(module: Any, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The axes that are reduced and those of features, counted from the last of `rank`; out of range they stay so."""
     return from_the_end(module.reduction_axes, rank), from_the_end(module.feature_axes, rank)
 
@@ -292,7 +282,7 @@ def why_flax_looks_up(module: Any, table: jax.Array, ids: Any) -> str | None:
         return "ids that are no integers"  # for which Flax has an error
     if table.ndim != 2:
         return f"a table of {table.ndim} axes"
-    return why_dtypes(table.dtype, *([] if module.dtype is None else [module.dtype]))
+    return why_dtypes(table.dtype, module.dtype)
 
 
 def are_integers(ids: Any) -> bool:
