@@ -62,7 +62,7 @@ def why_options(module: Any) -> str | None:
     """The same of a norm's options but for its axes."""
     if module.axis_name is not None and module.axis_index_groups is not None:
         return "axis_index_groups"
-    return changed(module) if isinstance(module.epsilon, Real) else "an epsilon that is no Python number"
+    return _changed(module) if isinstance(module.epsilon, Real) else "an epsilon that is no Python number"
 
 
 def why_flax(
@@ -121,7 +121,7 @@ def function_axes(module: Any, x: jax.Array, mask: object, what: str) -> tuple[i
 
     `what` says which norm Flax has no code for, as "a quantised norm".
     """
-    check_not_flaxs_own(module, mask, what)
+    _check_not_flaxs_own(module, mask, what)
     reduction, features = _axes(module, x.ndim)
     if reduction != features:
         raise ValueError(
@@ -139,7 +139,7 @@ def not_served(module: object, why: str) -> RuntimeError:
     )
 
 
-def check_not_flaxs_own(module: Any, mask: object, what: str) -> None:
+def _check_not_flaxs_own(module: Any, mask: object, what: str) -> None:
     """An error where a module or its call asks for what only Flax's code computes."""
     name = type(module).__name__
     for option, expected in FLAXS_OWN.items():
@@ -166,7 +166,7 @@ def last_axis(module: Any, x: jax.Array, mask: object, what: str) -> None:
         )
 
 
-def changed(module: object) -> str | None:
+def _changed(module: object) -> str | None:
     """The option that only Flax's own code has another value for, if it is set to one."""
     names = (name for name, expected in FLAXS_OWN.items() if getattr(module, name, expected) is not expected)
     return next(names, None)
@@ -181,10 +181,10 @@ def _must_be(module: object, option: str, expected: object, why: str) -> None:
 
 def _axes(module: Any, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The axes that are reduced and those of features, counted from the last of `rank`; out of range they stay so."""
-    return from_the_end(module.reduction_axes, rank), from_the_end(module.feature_axes, rank)
+    return _from_the_end(module.reduction_axes, rank), _from_the_end(module.feature_axes, rank)
 
 
-def from_the_end(axes: Any, rank: int) -> tuple[int, ...]:
+def _from_the_end(axes: Any, rank: int) -> tuple[int, ...]:
     """The axes, or the one, that a module names for an x of this rank, counted from the last and sorted."""
     each = axes if isinstance(axes, Iterable) else (axes,)
     return _sorted(axis - rank if 0 <= axis < rank else axis for axis in each)
@@ -229,7 +229,7 @@ def is_grouped(module: Any, x: jax.Array, mask: object, why: str | None) -> bool
     if said["scale_offset"] == 0 or _has_no_groups(module):  # of which Flax's error tells
         return False
     what = "a norm with scale_offset"
-    check_not_flaxs_own(module, mask, what)
+    _check_not_flaxs_own(module, mask, what)
     if (other := _why_other_axes(module, x.ndim)) is not None:
         raise ValueError(f"{type(module).__name__}: got {other}: {what} has no code for that. Leave scale_offset out.")
     return True
@@ -239,7 +239,7 @@ def channel_axis(module: Any, rank: int) -> int:
     """The axis of channels, counted from the last."""
     if not is_instance_norm(module):
         return -1
-    (axis,) = from_the_end(module.feature_axes, rank)
+    (axis,) = _from_the_end(module.feature_axes, rank)
     return axis
 
 
@@ -261,10 +261,10 @@ def _why_other_axes(module: Any, rank: int) -> str | None:
     if _has_no_groups(module):
         return f"num_groups={module.num_groups} with group_size={module.group_size}"
     if is_instance_norm(module):
-        axes = from_the_end(module.feature_axes, rank)
+        axes = _from_the_end(module.feature_axes, rank)
         return None if len(axes) == 1 and -rank < axes[0] < 0 else f"feature_axes={module.feature_axes}"
     axes = module.reduction_axes
-    whole = axes is None or from_the_end(axes, rank) == tuple(range(1 - rank, 0))
+    whole = axes is None or _from_the_end(axes, rank) == tuple(range(1 - rank, 0))
     return None if whole else f"reduction_axes={axes}"
 
 
