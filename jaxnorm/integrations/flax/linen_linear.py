@@ -172,8 +172,9 @@ def _chosen(change: Change, only: replacing.Only | None, module: Any, args: Any,
         why = _why_class(cls, change)
         return None if why is None else (why, None)
     x = _inputs(*args, **kwargs)
-    is_left = only is not None and not only(path_of(module), module)
-    why = change.why_left(module, x) or ("only is false of it" if is_left else None)
+    why = change.why_left(module, x)
+    if why is None and only is not None and not only(path_of(module), module):
+        why = "only is false of it"
     return why, None if why else partial(change.compute, module, x)
 
 
