@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from jaxnorm.flax.block_models import KNOWN, find
+from jaxnorm.integrations.flax.blocks import KNOWN, find
 from jaxnorm.ops import misuse
 
 __all__ = ["KNOWN", "find"]

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from jaxnorm.flax import replacement
+from jaxnorm.integrations import replacing
 from jaxnorm.ops import misuse
 from jaxnorm.ops.embedding.api import embedding
 from jaxnorm.ops.group_norm.api import group_norm
@@ -166,14 +166,14 @@ def replace_layers(model: Any) -> tuple[Any, Report]:
       TypeError: model is no layer of Keras.
     """
     if not isinstance(model, keras.Layer):
-        got, remedy = replacement.no_model(model, ())
+        got, remedy = replacing.no_model(model, ())
         raise TypeError(f"replace_layers: model must be a keras.Model or another layer, got {got}: {remedy}.")
     report, layers = Report(), model._flatten_layers()
     for layer in layers:
         cls = type(layer)
         if cls in OURS:
             why = (_why_no_lookup if cls is keras.layers.Embedding else _why_never)(layer)
-        elif (why := replacement.why_subclass(cls, OURS, OTHERS)) is None:
+        elif (why := replacing.why_subclass(cls, OURS, OTHERS)) is None:
             continue
         if why is None:
             object.__setattr__(layer, "__class__", OURS[cls])
@@ -190,8 +190,7 @@ def _why_never(layer: Any) -> str | None:
     dtypes = (layer.compute_dtype, *(variable.dtype for variable in layer.variables))
     if getattr(layer, "rms_scaling", False):
         return "no kernel serves rms_scaling"
-    why = replacement.why_epsilon(layer.epsilon) or replacement.why_dtypes(*dtypes)
-    return why and f"no kernel serves {why}"
+    return replacing.why_not_served(*dtypes, epsilon=layer.epsilon)
 
 
 def _why_no_lookup(layer: Any) -> str | None:
@@ -200,8 +199,7 @@ def _why_no_lookup(layer: Any) -> str | None:
         return f"its table is quantised to {layer.quantization_mode}"
     if layer.lora_rank:
         return "it has LoRA"
-    why = replacement.why_dtypes(layer.compute_dtype, layer.variable_dtype)
-    return why and f"no kernel serves {why}"
+    return replacing.why_not_served(layer.compute_dtype, layer.variable_dtype)
 
 
 def _quantize(of_keras: Any, mode: Any = None, type_check: bool = True, **options: Any) -> None:
@@ -214,7 +212,7 @@ def _is_served(layer: Any, x: Any, parameters: tuple[Any, ...]) -> bool:
     if not isinstance(x, jax.Array) or getattr(layer, "rms_scaling", False):
         return False
     dtypes = (x.dtype, layer.compute_dtype, *(p.dtype for p in parameters if p is not None))
-    return replacement.why_epsilon(layer.epsilon) is None and replacement.why_dtypes(*dtypes) is None
+    return replacing.why_not_served(*dtypes, epsilon=layer.epsilon) is None
 
 
 def _trailing(layer: Any, x: Any, parameters: tuple[Any, ...]) -> tuple[int, ...] | None:

@@ -2,21 +2,23 @@
 
 from typing import TYPE_CHECKING
 
-from jaxnorm.flax.compare import linen_compare_layers as compare_layers
-from jaxnorm.flax.linen_linear import using_float8, using_quantized
-from jaxnorm.flax.linen_norms import (
+from jaxnorm.integrations.flax.linen_layers import (
     AddLayerNorm,
     AddRMSNorm,
+    Embed,
+    GatedActivation,
     GatedRMSNorm,
+    GroupNorm,
+    InstanceNorm,
     LayerNorm,
     QKNormRotary,
     QuantizedLayerNorm,
     QuantizedRMSNorm,
     RMSNorm,
 )
-from jaxnorm.flax.linen_others import Embed, GatedActivation, GroupNorm, InstanceNorm
-from jaxnorm.flax.linen_quantize import quantize_linears
-from jaxnorm.flax.linen_replace import using_layers
+from jaxnorm.integrations.flax.linen_linear import using_float8, using_quantized
+from jaxnorm.integrations.flax.linen_quantize import quantize_linears
+from jaxnorm.integrations.flax.linen_replace import compare_layers, using_layers
 from jaxnorm.ops import misuse
 
 __all__ = [

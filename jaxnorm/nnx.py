@@ -2,19 +2,22 @@
 
 from typing import TYPE_CHECKING
 
-from jaxnorm.flax.nnx_linear import Float8Linear, QuantizedLinear, QuantizedParam
-from jaxnorm.flax.nnx_norms import (
+from jaxnorm.integrations.flax.nnx_layers import (
     AddLayerNorm,
     AddRMSNorm,
+    Embed,
+    GatedActivation,
     GatedRMSNorm,
+    GroupNorm,
+    InstanceNorm,
     LayerNorm,
     QKNormRotary,
     QuantizedLayerNorm,
     QuantizedRMSNorm,
     RMSNorm,
 )
-from jaxnorm.flax.nnx_others import Embed, GatedActivation, GroupNorm, InstanceNorm
-from jaxnorm.flax.nnx_replace import replace_layers, restore_layers
+from jaxnorm.integrations.flax.nnx_linear import Float8Linear, QuantizedLinear, QuantizedParam
+from jaxnorm.integrations.flax.nnx_replace import replace_layers, restore_layers
 from jaxnorm.ops import misuse
 
 __all__ = [

@@ -4,8 +4,8 @@ from typing import Any
 
 from jax.typing import DTypeLike
 
-from jaxnorm.flax.replacement import Custom, Only
 from jaxnorm.inspect.compare import Loss
+from jaxnorm.integrations.replacing import Custom, Only
 from jaxnorm.ops.float8_linear.api import DEFAULT
 from jaxnorm.ops.float8_linear.recipe import Float8Recipe
 from jaxnorm.ops.misuse import explained
@@ -62,9 +62,9 @@ def compare_layers(model: Any, *args: Any, loss: Loss | None = None, **kwargs: A
       TypeError: model is no module of flax.nnx that can be called, an array has no values, or loss is no function.
       ValueError: no layer of the model was replaced, or results have other shapes than with its own norms.
     """
-    from jaxnorm.flax import compare as of_flax  # Flax is optional
+    from jaxnorm.integrations.flax import nnx_replace  # Flax is optional
 
-    return of_flax.compare_layers(model, args, loss, kwargs)
+    return nnx_replace.compare_layers(model, args, loss, kwargs)
 
 
 @explained
@@ -100,7 +100,7 @@ def quantize_linears(
       TypeError: model is of `flax.linen` or no model, or kernels and inputs are no such dtypes.
       ValueError: no layer is quantised, the model is an argument of a running `nnx.jit`, or one is not of "token".
     """
-    from jaxnorm.flax import nnx_linear  # Flax is optional
+    from jaxnorm.integrations.flax import nnx_linear  # Flax is optional
 
     return nnx_linear.quantize_linears(model, kernels, inputs, only)
 
@@ -131,6 +131,6 @@ def float8_linears(model: Any, recipe: Float8Recipe = DEFAULT, *, only: Only | N
       ValueError: there is no `flax.nnx.Linear` to compute in float8, and none that was changed before, or the model is
         an argument of a transformation of flax.nnx, as `nnx.jit`, which is running.
     """
-    from jaxnorm.flax import nnx_linear  # Flax is optional
+    from jaxnorm.integrations.flax import nnx_linear  # Flax is optional
 
     return nnx_linear.float8_linears(model, recipe, only)

@@ -96,7 +96,7 @@ class Report:
 
 
 def _is_of_blocks(function: Any) -> bool:
-    return str(getattr(function, "__module__", "")).startswith("jaxnorm.flax.block")
+    return str(getattr(function, "__module__", "")).startswith("jaxnorm.integrations.flax.blocks")
 
 
 def _named(path: Path) -> str:

@@ -124,7 +124,7 @@ OPS = ("sandwich_norm", "group_norm", "gated_activation", "softmax", "cross_entr
 OPS += ("embedding", "sample")
 IN_SOURCES = {"embedding": "segment_sum"}  # of which name its folder of src is, where it has another
 NAMED_IN = {"jaxnorm/__init__.py", "cmake/ops.cmake"}
-LAYERS = re.compile("jaxnorm/(flax/|equinox/|keras|replacement)")  # a layer is of its op, and goes with it
+LAYERS = re.compile("jaxnorm/(integrations/|equinox|keras|replacement)")  # a layer is of its op, and goes with it
 
 PROGRAM = """
 import sys, jax, jaxnorm

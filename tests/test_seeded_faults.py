@@ -107,7 +107,8 @@ ops/quantized_dot/formula.py: ops/quantized_dot.py -k int32_does_not_hold
 an exact gelu that loses digits, e55c214: ops/activation.py: ops/gated_activation.py -k exact_gelu_keeps_its_digits
 -jnp.where(is_near, series, share)
 +share
-contexts that are not in the key of jit, b7f3e3c: flax/linen_layers.py: flax/test_contexts.py -k traced_in_each_context
+contexts that are not in the key of jit, b7f3e3c:
+integrations/flax/linen_replace.py: integrations/test_contexts.py -k traced_in_each_context
 -_changes((*_changes.value, key))
 +_changes(_changes.value)
 ids that are cast before they are compared: ops/embedding/api.py: ops/embedding.py -k ids_of_every_dtype

@@ -244,13 +244,13 @@ def each(families):
 
 
 def apart(module):
-    """Of nnx: `apply(parameters, *inputs, **call)`, and the parameters."""
+    """Of nnx: `apply(parameters, *inputs, **call)`, of a `method` too, and the parameters."""
     definition, state = flax.nnx.split(module)
 
-    def apply(parameters, *inputs, **call):
+    def apply(parameters, *inputs, method="__call__", **call):
         restored = jax.tree.map(lambda a: a, state)
         flax.nnx.replace_by_pure_dict(restored, parameters)
-        return flax.nnx.merge(definition, restored)(*inputs, **call)
+        return getattr(flax.nnx.merge(definition, restored), method)(*inputs, **call)
 
     return apply, flax.nnx.to_pure_dict(state)
 
@@ -258,6 +258,8 @@ def apart(module):
 def _build_nnx(cls, inputs, fields, call=None):
     if cls is jaxnorm.nnx.GatedActivation:
         return apart(cls(**fields))
+    if "num_embeddings" in fields:
+        return apart(cls(**fields, rngs=flax.nnx.Rngs(0)))
     fields = dict(fields)
     if fields.pop("per_head", False):
         fields["heads"] = tuple(x.shape[fields.get("heads_axis", -2)] for x in inputs[:2])

@@ -1,17 +1,19 @@
-"""How a model of `flax.nnx` gets the norms and the Embed of `jaxnorm.nnx`, and its own layers back."""
+"""How a model of `flax.nnx` gets the norms and the Embed of `jaxnorm.nnx`, and its own back; how the two compare."""
 
 import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from jaxnorm.flax import calls, known, replacement
-from jaxnorm.flax.calls import linen, nnx
-from jaxnorm.flax.formula import Own
-from jaxnorm.flax.nnx_norms import LayerNorm, RMSNorm
-from jaxnorm.flax.nnx_others import Embed, GroupNorm, InstanceNorm
-from jaxnorm.reports import Path, Report
+from jaxnorm.inspect import turns
+from jaxnorm.inspect.compare import Loss, compared
+from jaxnorm.integrations import replacing
+from jaxnorm.integrations.flax import known_norms
+from jaxnorm.integrations.flax.nnx_layers import Embed, GroupNorm, InstanceNorm, LayerNorm, RMSNorm
+from jaxnorm.integrations.flax.served import linen, nnx
+from jaxnorm.reports import Comparison, Path, Report
 
 # Flax's layers, and what each of them becomes.
 OURS: dict[type, type] = {
@@ -32,7 +34,7 @@ class _Custom:
     """Marks what `replace_layers` made of a class of a model's own."""
 
 
-def replace_layers(model: Any, custom: replacement.Custom | None = None) -> tuple[Any, Report]:
+def replace_layers(model: Any, custom: replacing.Custom | None = None) -> tuple[Any, Report]:
     """Puts jaxnorm's norms and embeddings into a model, in place and at any depth.
 
         model, report = replace_layers(model, {GemmaNorm: lambda norm, x: rms_norm(x, norm.scale[...])})
@@ -57,17 +59,17 @@ def replace_layers(model: Any, custom: replacement.Custom | None = None) -> tupl
         functions.
       ValueError: model is an argument of a transformation of flax.nnx, as `nnx.jit`, which is running.
     """
-    functions = replacement.check_custom("replace_layers", custom, nnx.Module)
+    functions = replacing.check_custom("replace_layers", custom, nnx.Module)
     linen_remedy = "a linen module has no norms until it is called. Call it within jaxnorm.linen.using_layers()"
     report, computed = Report(), []
     modules = modules_of("replace_layers", model, linen_remedy)
     report.name_unused(functions, {type(module) for _, module in modules})
     for path, module in modules:
         cls: type = type(module)
-        if function := replacement.find(cls, functions):
+        if function := replacing.find(cls, functions):
             new, why = _with_call(cls, function), None
             computed.append(path)
-        elif ours := replacement.find(cls, OURS):
+        elif ours := replacing.find(cls, OURS):
             new, why = OURS.get(cls) or with_base(cls, ours), _why_left(module, ours)
         elif own := _own(module):
             new, why = (cls, own) if isinstance(own, str) else (_with_call(cls, own), None)
@@ -125,13 +127,43 @@ def _own_class(module: Any) -> type:
     return FLAXS.get(cls, cls) if OF_CONSTRUCTOR.isdisjoint(vars(module)) else cls
 
 
+def compare_layers(model: Any, args: Any, loss: Loss | None, kwargs: Any) -> Comparison:
+    """`jaxnorm.compare_layers`."""
+    replacing.check_compared(model, loss)
+    if isinstance(model, linen.Module):
+        raise TypeError(
+            f"compare_layers: got a module of flax.linen, {type(model).__name__}: call "
+            f"jaxnorm.linen.compare_layers(module, variables, x)."
+        )
+    if not (isinstance(model, nnx.Module) and callable(model)):
+        raise TypeError(
+            f"compare_layers: model must be a flax.nnx module that can be called, got {type(model).__name__}; "
+            f"call it on the module whose results are to be compared."
+        )
+    turns.check_values("compare_layers", (model, *args), kwargs)
+    own = nnx.merge(*nnx.split(model))
+    _, restored = restore_layers(own)
+    if not restored.replaced:
+        raise ValueError(
+            f"compare_layers: no layer of {type(model).__name__} was replaced: call jaxnorm.replace_layers(model) "
+            f"first."
+        )
+    definition, *variables = nnx.split(model, _is_trained, ...)
+    of_own, of_model = (functools.partial(nnx.merge, graph) for graph in (nnx.graphdef(own), definition))
+    return compared(of_own, of_model, (*variables, args, kwargs), loss)
+
+
+def _is_trained(path: Any, variable: Any) -> bool:
+    return isinstance(variable, nnx.Param) and jnp.issubdtype(variable.dtype, jnp.inexact)
+
+
 def modules_of(function: str, model: Any, linen_remedy: str) -> list[tuple[Path, Any]]:
     """The modules of a model whose classes `function` changes, with their paths, or an error where it cannot."""
     if isinstance(model, linen.Module):
         raise TypeError(f"{function}: got a module of flax.linen, {type(model).__name__}: {linen_remedy}.")
     modules = list(nnx.iter_modules(model, graph=True))
     if not modules:
-        got, remedy = replacement.no_model(model, (nnx.State, nnx.GraphDef), nnx.Optimizer)
+        got, remedy = replacing.no_model(model, (nnx.State, nnx.GraphDef), nnx.Optimizer)
         raise TypeError(
             f"{function}: model must be a flax.nnx module, or a list, dict or other pytree of such, got {got}: "
             f"{remedy}."
@@ -147,10 +179,12 @@ def modules_of(function: str, model: Any, linen_remedy: str) -> list[tuple[Path,
     return modules
 
 
-def _own(module: Any) -> Own | str | None:
+def _own(module: Any) -> known_norms.Own | str | None:
     """What a published class computes, or why it is left; None if it is not known."""
     cls = type(module)
-    return None if issubclass(cls, (_Custom, *OURS.values(), *OTHERS, nnx.bridge.ToNNX)) else known.own(cls, module)
+    return (
+        None if issubclass(cls, (_Custom, *OURS.values(), *OTHERS, nnx.bridge.ToNNX)) else known_norms.own(cls, module)
+    )
 
 
 def _why_class(module: Any) -> str | None:
@@ -160,15 +194,15 @@ def _why_class(module: Any) -> str | None:
 
     def line() -> str:
         names = [name for name, value in vars(module).items() if isinstance(value, nnx.Param)]
-        return replacement.line_of(cls, names, "norm.{}[...]")
+        return replacing.line_of(cls, names, "norm.{}[...]")
 
-    return replacement.why_class(cls, (_Custom, *OURS.values()), OURS, OTHERS, line)
+    return replacing.why_class(cls, (_Custom, *OURS.values()), OURS, OTHERS, line)
 
 
 def _why_left(module: Any, ours: Any) -> str | None:
     """Why a layer of Flax stays one; None if kernels serve some calls of it."""
     dtypes = [leaf.dtype for leaf in jax.tree.leaves(nnx.state(module))]
-    why = ours._why_never(module) or calls.why_dtypes(*dtypes, *([module.dtype] if module.dtype else []))
+    why = ours._why_never(module) or replacing.why_dtypes(*dtypes, module.dtype)
     return why and f"no kernel serves {why}"
 
 

@@ -1,32 +1,50 @@
-"""How linear layers of `flax.linen` are computed with quantised kernels, and in float8."""
+"""How linear layers of `flax.linen` are computed with quantised kernels and in float8, and why others are left."""
 
 import contextlib
 import math
+from collections.abc import Callable, Hashable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxnorm.flax import calls, linen_layers, replacement
-from jaxnorm.flax.calls import linen
-from jaxnorm.flax.linen_layers import Change
-from jaxnorm.flax.replacement import of_rows, pair
+from jaxnorm.integrations import replacing
+from jaxnorm.integrations.flax import calls
+from jaxnorm.integrations.flax.linen_replace import Chosen, Contexts, path_of
+from jaxnorm.integrations.flax.served import linen
+from jaxnorm.integrations.replacing import of_rows, pair
 from jaxnorm.ops.float8_linear.api import DEFAULT
 from jaxnorm.ops.float8_linear.recipe import Float8Recipe, check_recipe
 from jaxnorm.ops.misuse import explained
 from jaxnorm.ops.quantize.api import quantize
 from jaxnorm.ops.quantized_dot.api import quantized_dot
 from jaxnorm.quantization import Quantization, Quantized
-from jaxnorm.reports import Report
+from jaxnorm.reports import ALREADY, Report
 
 LAYERS = (linen.Dense, linen.DenseGeneral)
+# Layers of Flax with weights.
+ALL = (linen.Dense, linen.DenseGeneral, linen.Einsum, linen.Conv, linen.ConvLocal, linen.ConvTranspose, linen.Embed)
+FLAXS_OWN = {"dot_general": None, "dot_general_cls": None, "promote_dtype": linen.dtypes.promote_dtype}
+
+
+class Change(NamedTuple):
+    """Another way to compute linear layers: it is `done`, as "computed in float8"."""
+
+    done: str
+    classes: tuple[type, ...]  # of Flax, whose calls are computed so
+    compute: Callable[[Any, Any], jax.Array]  # of a module and what it is called with
+    why_left: Callable[[Any, Any], str | None]  # why a call of a module is left to Flax; None if it is not
+    remedy: str = ""  # for a DenseGeneral that is left
+
+
+_contexts = Contexts()
 
 
 @explained
 def using_quantized(
-    inputs: Quantization | DTypeLike | None = None, *, only: replacement.Only | None = None
+    inputs: Quantization | DTypeLike | None = None, *, only: replacing.Only | None = None
 ) -> contextlib._GeneratorContextManager[Report]:
     """Computes the linear layers whose kernels `jaxnorm.linen.quantize_linears` has quantised, within.
 
@@ -54,15 +72,15 @@ def using_quantized(
     """
     if inputs is not None:
         inputs = of_rows("using_quantized", "inputs", inputs)
-    replacement.check_only("using_quantized", only)
+    replacing.check_only("using_quantized", only)
 
     def compute(layer: Any, x: Any) -> jax.Array:
         return product(layer, x, None, inputs)
 
     def why_left(layer: Any, x: Any) -> str | None:
-        return None if linen_layers.is_quantised(layer) else "its kernel is not quantised"
+        return None if is_quantised(layer) else "its kernel is not quantised"
 
-    return linen_layers.changed(Change("quantised", LAYERS, compute, why_left), only, inputs)
+    return changed(Change("quantised", LAYERS, compute, why_left), only, inputs)
 
 
 def summed_axes(layer: Any, x: Any) -> tuple[int, ...]:
@@ -86,7 +104,7 @@ def product(layer: Any, x: Any, quantized: Quantized | None, inputs: Quantizatio
         if inputs is not None:
             pair("using_quantized", quantized.values.dtype, inputs)
     bias = layer.param("bias", layer.bias_init, features, layer.param_dtype) if layer.use_bias else None
-    dtype = linen_layers.dtype_of(layer, x, bias)
+    dtype = dtype_of(layer, x, bias)
     if not isinstance(x, Quantized):
         x = jnp.moveaxis(x.astype(dtype), axes, range(-len(axes), 0))
         x = x.reshape(*x.shape[: -len(axes)], length)
@@ -99,7 +117,7 @@ def product(layer: Any, x: Any, quantized: Quantized | None, inputs: Quantizatio
 
 
 def using_float8(
-    recipe: Float8Recipe = DEFAULT, *, only: replacement.Only | None = None
+    recipe: Float8Recipe = DEFAULT, *, only: replacing.Only | None = None
 ) -> contextlib._GeneratorContextManager[Report]:
     """Computes the linear layers of all models that are called, or traced, within by `jaxnorm.float8_linear`.
 
@@ -125,11 +143,11 @@ def using_float8(
 
     Source: `flax.linen.intercept_methods`.
     """
-    replacement.check_only("using_float8", only)
+    replacing.check_only("using_float8", only)
     compute = partial(_dense, check_recipe("using_float8", recipe))
     remedy = ": give this one dot_general=recipe.dot_general"
-    change = Change("computed in float8", (linen.Dense,), compute, linen_layers.why_left, remedy)
-    return linen_layers.changed(change, only, recipe)
+    change = Change("computed in float8", (linen.Dense,), compute, why_left, remedy)
+    return changed(change, only, recipe)
 
 
 def _dense(recipe: Float8Recipe, module: Any, x: Any) -> jax.Array:
@@ -137,3 +155,58 @@ def _dense(recipe: Float8Recipe, module: Any, x: Any) -> jax.Array:
     kernel = module.param("kernel", module.kernel_init, (rows.shape[-1], module.features), module.param_dtype)
     bias = module.param("bias", module.bias_init, (module.features,), module.param_dtype) if module.use_bias else None
     return calls.float8_linear(module, recipe, x, kernel, bias)
+
+
+def changed(change: Change, only: replacing.Only | None, key: Hashable) -> contextlib._GeneratorContextManager[Report]:
+    """Computes the layers of all models that are called within so, and has them in a report.
+
+    What is traced may serve where `done`, `only` and the key are the same.
+    """
+    return _contexts(partial(_chosen, change, only), f"it is {change.done}{ALREADY}", (change.done, only, key))
+
+
+def _chosen(change: Change, only: replacing.Only | None, module: Any, args: Any, kwargs: Any) -> Chosen:
+    """What computes a layer in place of its own code, or why nothing does; None of what is no linear layer."""
+    cls = type(module)
+    if not replacing.find(cls, dict.fromkeys(change.classes, True)):
+        why = _why_class(cls, change)
+        return None if why is None else (why, None)
+    x = _inputs(*args, **kwargs)
+    why = change.why_left(module, x)
+    if why is None and only is not None and not only(path_of(module), module):
+        why = "only is false of it"
+    return why, None if why else partial(change.compute, module, x)
+
+
+def _inputs(inputs: Any) -> Any:
+    """The argument of a `Dense`."""
+    return inputs if isinstance(inputs, Quantized) else jnp.asarray(inputs)
+
+
+def _why_class(cls: type, change: Change) -> str | None:
+    """Why a module of a class is left. None if it is no linear layer."""
+    if issubclass(cls, change.classes):
+        return "its __call__ is not Flax's"
+    names = " and ".join(f"{'' if place else 'flax.linen.'}{of.__name__}" for place, of in enumerate(change.classes))
+    remedy = change.remedy if issubclass(cls, linen.DenseGeneral) else ""
+    verb = "are" if len(change.classes) > 1 else "is"
+    return f"only {names} {verb} {change.done}{remedy}" if issubclass(cls, ALL) else None
+
+
+def is_quantised(layer: Any) -> bool:
+    return layer.scope is not None and layer.has_variable("params", "values")
+
+
+def why_left(module: Any, x: Any) -> str | None:
+    """Why any other way is not what Flax's code says. None if it may be."""
+    if is_quantised(module):
+        return "it is quantised already"
+    why = replacing.why_dtypes(module.param_dtype, dtype_of(module, x))
+    return replacing.why_own(module, FLAXS_OWN) or (why and f"it is of {why}")
+
+
+def dtype_of(module: Any, x: Any, bias: jax.Array | None = None) -> Any:
+    """The dtype to which Flax promotes x, kernel and bias. Of a `Quantized` the module's, which may be None."""
+    if isinstance(x, Quantized):
+        return module.dtype
+    return calls.dtype_of(module, x, jnp.zeros((), module.param_dtype), bias)

@@ -16,7 +16,7 @@ from library_models import NnxModel, own_promotion
 from norm_models import CentredNorm, GemmaNorm
 
 import jaxnorm
-from jaxnorm.flax import block_models, blocks
+from jaxnorm.integrations.flax import blocks
 
 pytestmark = [pytest.mark.jax_version, pytest.mark.usefixtures("exact_products")]
 
@@ -214,9 +214,8 @@ def test_find_has_the_known_classes_that_are_imported(monkeypatch):
 def test_each_function_is_of_a_published_class():
     functions = {
         function
-        for module in (blocks, block_models)
-        for name, function in vars(module).items()
-        if inspect.isfunction(function) and function.__module__ == module.__name__ and not name.startswith("_")
+        for name, function in vars(blocks).items()
+        if inspect.isfunction(function) and function.__module__ == blocks.__name__ and not name.startswith("_")
     }
     assert functions - {jaxnorm.blocks.find} == set(jaxnorm.blocks.KNOWN.values())
     assert all(function.__name__.endswith("_block") for function in jaxnorm.blocks.KNOWN.values())

@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any, TypeVar, get_args
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxnorm.native import ffi
 from jaxnorm.ops import misuse
 from jaxnorm.ops.quantized_dot.checks import dtypes_beside
-from jaxnorm.quantization import Quantization
+from jaxnorm.quantization import Quantization, Quantized
 from jaxnorm.reports import ALREADY, Path
 
 C = TypeVar("C", bound=type)
@@ -27,6 +28,12 @@ TRACED = " in what was traced within"  # of contexts: what was compiled in one l
 # From classes of norms to the functions of a module and its arguments that compute them.
 Custom = Mapping[type, Callable[..., Any]]
 Only = Callable[[Path, Any], bool]  # of the path of a module and the module
+
+# Lines that compare what models of other libraries give.
+BY_HAND = {
+    "equinox": "new, report = jaxnorm.equinox.replace_layers(model)\nprint(abs(new(x) - model(x)).max())",
+    "keras": "own = model(x)\nmodel, report = jaxnorm.keras.replace_layers(model)\nprint(abs(model(x) - own).max())",
+}
 
 
 def no_model(model: object, states: tuple[type, ...] = (), optimizer: type | tuple[()] = ()) -> tuple[str, str]:
@@ -83,6 +90,18 @@ def check_custom(function: str, custom: object, module: type) -> Custom:
                 f"lambda norm, x: jaxnorm.rms_norm(x, norm.scale), got {computed!r}."
             )
     return custom
+
+
+def check_compared(model: object, loss: object) -> None:
+    """An error where `compare_layers` gets a model of another library than Flax, or a loss that is no function."""
+    library = library_of(model)
+    if library in BY_HAND:
+        raise TypeError(
+            f"compare_layers: got {type(model).__name__}, a model of {library}, expected one of Flax. Before the norms "
+            f"of {library} are replaced, compare by hand:\n{BY_HAND[library]}"
+        )
+    if loss is not None and not callable(loss):
+        raise TypeError(f"compare_layers: loss must be a function of a model and its arguments, got {loss!r}.")
 
 
 def check_only(function: str, only: object) -> None:
@@ -158,16 +177,17 @@ def why_subclass(cls: type, ours: Mapping[type, type], others: tuple[type, ...])
     return "it is a class of the model's own" if "norm" in cls.__name__.lower() else None
 
 
-def why_epsilon(epsilon: object) -> str | None:
-    """Why no kernel takes an epsilon; None if one does."""
-    served = isinstance(epsilon, Real) and 0 <= float(epsilon) < math.inf
-    return None if served else f"epsilon={epsilon}"
+def why_not_served(*dtypes: Any, epsilon: object = 0.0) -> str | None:
+    """Why a layer with these dtypes and this epsilon is left; None if kernels serve it."""
+    is_served = isinstance(epsilon, Real) and 0 <= float(epsilon) < math.inf
+    why = why_dtypes(*dtypes) if is_served else f"epsilon={epsilon}"
+    return why and f"no kernel serves {why}"
 
 
 def why_dtypes(*dtypes: Any) -> str | None:
-    """The first of `dtypes` that kernels do not read and write: integers, float64, complex: the library's."""
-    unknown = (dtype for dtype in map(jnp.dtype, dtypes) if dtype not in ffi.DTYPES)
-    return next(map(str, unknown), None)
+    """The first of `dtypes`, without None, that kernels do not read and write: integers, float64, complex."""
+    unknown = (dtype for dtype in dtypes if dtype is not None and jnp.dtype(dtype) not in ffi.DTYPES)
+    return next((str(jnp.dtype(dtype)) for dtype in unknown), None)
 
 
 def explained(cls: C) -> C:
@@ -224,6 +244,14 @@ def pair(function: str, kernels: Any, inputs: Any) -> tuple[Quantization, Quanti
             f"{theirs}; leave inputs out to quantise the kernels only."
         )
     return kernels, inputs
+
+
+def quantised(quantise: Callable[[Any], Quantized], kernel: Any) -> Quantized:
+    """What it makes of a kernel; of a model without values there is only what shapes and dtypes come of it."""
+    result: Quantized = (
+        jax.eval_shape(quantise, kernel) if isinstance(kernel, jax.ShapeDtypeStruct) else quantise(kernel)
+    )
+    return result
 
 
 def of_rows(function: str, name: str, given: Any) -> Quantization:

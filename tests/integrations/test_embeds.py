@@ -2,7 +2,6 @@
 
 import inspect
 from functools import partial
-from typing import Any, NamedTuple
 
 import flax.linen
 import flax.nnx
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 from cases import DTYPES, bits, draw
 from coverage import cover
-from flax_apis import assert_calls, assert_gradients_close, assert_same, integers, sums
+from flax_apis import APIS, apart, assert_calls, assert_gradients_close, assert_same, integers, sums
 from jax.sharding import AxisType, PartitionSpec as P
 from meshes import mesh_of, placed
 from native import is_platform_with_kernels
@@ -28,44 +27,17 @@ IDS = jnp.asarray([[0, 3, 3, 6, -1, -7], [1, 7, 100, -8, -100, 3]])
 MANY = jnp.tile(jnp.asarray([0, 3, -1, 3, 6, 3, 1, -7]), 64)
 
 
-def apart(module):
-    """Of nnx: `apply(table, *args, method=...)`, and the table."""
-    definition, state = flax.nnx.split(module)
+def both(api, own=None, rows=ROWS, **fields):
+    """Flax's and ours, which has fields of its own, as functions of a table, and the table that both make."""
+    fields = {"num_embeddings": rows, "features": FEATURES} | fields
+    (flaxs, made), (ours, _) = (
+        api.build(of.Embed, (IDS,), fields | more) for of, more in ((api.flax, {}), (api.ours, own or {}))
+    )
 
-    def apply(table, *args, method="__call__", **call):
-        other = jax.tree.map(lambda _: table, state)
-        return getattr(flax.nnx.merge(definition, other), method)(*args, **call)
+    def of_table(apply):
+        return lambda table, *args, **call: apply({"embedding": table}, *args, **call)
 
-    return apply, module.embedding[...]
-
-
-def nnx(of, rows=ROWS, **fields):
-    return apart(of.Embed(rows, FEATURES, **fields, rngs=flax.nnx.Rngs(0)))
-
-
-def linen(of, rows=ROWS, **fields):
-    module = of.Embed(rows, FEATURES, **fields)
-
-    def apply(table, *args, **call):
-        return module.apply({"params": {"embedding": table}}, *args, **call)
-
-    return apply, flax.linen.unbox(module.init(jax.random.key(0), IDS))["params"]["embedding"]
-
-
-class Api(NamedTuple):
-    """Modules with Flax's class and ours, and what makes `apply(table, *args, method=...)` and a table of one."""
-
-    flax: Any
-    ours: Any
-    build: Any
-
-    def both(self, own=None, **fields):
-        """Flax's and ours, which has fields of its own, and the table that both make."""
-        (flaxs, table), (ours, _) = self.build(self.flax, **fields), self.build(self.ours, **fields, **own or {})
-        return flaxs, ours, table
-
-
-APIS = {"nnx": Api(flax.nnx, jaxnorm.nnx, nnx), "linen": Api(flax.linen, jaxnorm.linen, linen)}
+    return of_table(flaxs), of_table(ours), flax.linen.unbox(made)["embedding"]
 
 
 def gradient(apply, table, ids, **call):
@@ -86,7 +58,7 @@ def native(count):
 @cover(api=APIS, dtype=[None, *DTYPES], param_dtype=DTYPES, of_ids=["int32", "int8", "int16", "uint8", "uint32"])
 def test_rows_have_flaxs_bits(api, dtype, param_dtype, of_ids):
     ids = IDS.astype(of_ids)
-    flaxs, ours, table = api.both(dtype=dtype, param_dtype=param_dtype)
+    flaxs, ours, table = both(api, dtype=dtype, param_dtype=param_dtype)
     expected = jax.jit(flaxs)(table, ids)
     assert_same(jax.jit(ours)(table, ids), expected)
     assert_same(ours(table, np.asarray(ids)), expected)
@@ -95,7 +67,7 @@ def test_rows_have_flaxs_bits(api, dtype, param_dtype, of_ids):
 
 @cover(api=APIS, dtype=[None, *DTYPES], param_dtype=DTYPES)
 def test_gradients_are_summed_in_float32_and_rounded_once(api, dtype, param_dtype):
-    flaxs, ours, table = api.both(dtype=dtype, param_dtype=param_dtype)
+    flaxs, ours, table = both(api, dtype=dtype, param_dtype=param_dtype)
     assert_same(jax.jit(partial(gradient, ours))(table, MANY), summed(MANY, param_dtype))
     if (dtype or param_dtype) == "bfloat16":
         assert bits(gradient(flaxs, table, MANY)) != bits(summed(MANY, param_dtype))
@@ -103,7 +75,7 @@ def test_gradients_are_summed_in_float32_and_rounded_once(api, dtype, param_dtyp
 
 @cover(api=APIS, implementation=[None, "native", "xla"])
 def test_the_implementation_sums_the_gradient(api, implementation):
-    _, ours, table = api.both({"implementation": implementation})
+    _, ours, table = both(api, {"implementation": implementation})
     assert_calls(partial(gradient, ours), (table, MANY), native(implementation != "xla"))
 
 
@@ -111,7 +83,7 @@ def test_the_implementation_sums_the_gradient(api, implementation):
 @pytest.mark.usefixtures("exact_products")
 @cover(api=APIS, dtype=[None, "bfloat16"], param_dtype=["float32", "bfloat16"])
 def test_tied_embeddings(api, dtype, param_dtype):
-    flaxs, ours, table = api.both(dtype=dtype, param_dtype=param_dtype)
+    flaxs, ours, table = both(api, dtype=dtype, param_dtype=param_dtype)
 
     def tied(embed, table):
         return embed(table, jnp.tanh(embed(table, MANY)), method="attend")
@@ -132,7 +104,7 @@ def test_tied_embeddings(api, dtype, param_dtype):
 
 @cover(api=APIS, dtype=[None, "bfloat16"], param_dtype=["float32", "bfloat16"])
 def test_a_single_row_is_broadcast(api, dtype, param_dtype):
-    flaxs, ours, table = api.both(rows=1, dtype=dtype, param_dtype=param_dtype)
+    flaxs, ours, table = both(api, rows=1, dtype=dtype, param_dtype=param_dtype)
     assert_same(ours(table, IDS), flaxs(table, IDS))
     assert_same(jax.jit(partial(gradient, ours))(table, MANY), summed(MANY, param_dtype, rows=1))
     for apply in (flaxs, ours):
@@ -142,7 +114,7 @@ def test_a_single_row_is_broadcast(api, dtype, param_dtype):
 
 @cover(api=APIS, implementation=[None, "native"], dtype=["float32", "bool"], rows=[ROWS, 1])
 def test_ids_that_are_no_integers_are_flaxs_error(api, implementation, dtype, rows):
-    _, ours, table = api.both({"implementation": implementation}, rows=rows)
+    _, ours, table = both(api, {"implementation": implementation}, rows=rows)
     with pytest.raises(ValueError, match=r"Input type must be an integer or unsigned integer\."):
         ours(table, jnp.ones(3, dtype))
 
@@ -171,12 +143,12 @@ def test_what_is_left_to_flax(api, case):
     if not fields:
         fields = {"promote_dtype": linen_promoted if api is APIS["linen"] else nnx_promoted}
     with jax.enable_x64(why == "float64"):
-        flaxs, ours, table = api.both(**fields)
+        flaxs, ours, table = both(api, **fields)
         assert_same(ours(table, IDS), flaxs(table, IDS))
         if why != "int32":  # which Flax does not multiply
             assert_same(ours(table, table, method="attend"), flaxs(table, table, method="attend"))
         with pytest.raises(RuntimeError, match=rf"^Embed: implementation='native', but no kernel serves {why}\."):
-            api.both({"implementation": "native"}, **fields)[1](table, IDS)
+            both(api, {"implementation": "native"}, **fields)[1](table, IDS)
 
 
 def of_vmap(apply, table, ids):
@@ -193,7 +165,7 @@ def of_remat(apply, table, ids):
 
 @cover(api=APIS, program=[of_vmap, of_tables, of_remat])
 def test_transformations_have_the_same_sums(api, program):
-    _, ours, table = api.both(dtype="bfloat16")
+    _, ours, table = both(api, dtype="bfloat16")
     assert_same(program(ours, table, MANY), summed(MANY, "float32"))
 
 
@@ -211,7 +183,7 @@ SPLITS = [
 @pytest.mark.parametrize(("name", "split"), [*(("nnx", of) for of in SPLITS), *(("linen", of) for of in SPLITS[:2])])
 def test_shardings_of_an_explicit_mesh_are_flaxs(name, split, devices):
     of_table, of_ids, out = split
-    flaxs, ours, table = APIS[name].both(rows=8)
+    flaxs, ours, table = both(APIS[name], rows=8)
     mesh, call = mesh_of(devices, AxisType.Explicit), {} if out is None else {"out_sharding": out}
     with jax.set_mesh(mesh):
         table, ids = placed(mesh, (table, jnp.tile(IDS, (4, 1))), (of_table, of_ids))
@@ -232,7 +204,7 @@ def test_partitioned_parameters(api, spec, devices):
     mesh = mesh_of(devices, AxisType.Auto)
     with jax.set_mesh(mesh):
         init = partitioning(jax.nn.initializers.normal(), tuple(spec))
-        flaxs, ours, table = api.both(rows=8, embedding_init=init)
+        flaxs, ours, table = both(api, rows=8, embedding_init=init)
         table, ids = placed(mesh, (table, MANY), (spec, P("a")))
         assert_same(jax.jit(ours)(table, ids), jax.jit(flaxs)(table, ids))
         actual = jax.jit(partial(gradient, ours))(table, ids)
@@ -279,8 +251,8 @@ def test_linen_within_using_layers():
 
 def test_nnx_replaced_and_restored():
     def run(model):
-        apply, table = apart(model)
-        return jax.jit(partial(gradient, apply))(table, MANY)
+        apply, parameters = apart(model)
+        return jax.jit(partial(gradient, apply))(parameters, MANY)["embedding"]
 
     model = flax.nnx.Embed(ROWS, FEATURES, dtype=jnp.bfloat16, rngs=flax.nnx.Rngs(0))
     definition, before = flax.nnx.graphdef(model), run(model)

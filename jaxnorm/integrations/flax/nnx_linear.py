@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxnorm.flax import calls, nnx_calls, nnx_replace, replacement
-from jaxnorm.flax.calls import nnx
-from jaxnorm.flax.replacement import Only, explained, pair
+from jaxnorm.integrations import replacing
+from jaxnorm.integrations.flax import calls, nnx_replace
+from jaxnorm.integrations.flax.served import nnx
+from jaxnorm.integrations.replacing import Only, explained, pair
 from jaxnorm.ops.float8_linear.api import DEFAULT
 from jaxnorm.ops.float8_linear.recipe import Float8Recipe, check_recipe
 from jaxnorm.ops.quantize.api import quantize, quantize_kernel
@@ -39,11 +40,11 @@ class Change(NamedTuple):
 def chosen(change: Change, model: Any, only: Only | None) -> tuple[Report, list[Any]]:
     """The linear layers of a model that are changed, and the report of them and of those that are left."""
     function = change.function
-    replacement.check_only(function, only)
+    replacing.check_only(function, only)
     report, layers = Report(), []
     for path, module in nnx_replace.modules_of(function, model, change.linen_remedy):
         cls = type(module)
-        if replacement.find(cls, {nnx.Linear: True}):
+        if replacing.find(cls, {nnx.Linear: True}):
             why = why_left(module) or ("only is false of it" if only and not only(path, module) else None)
             if why is None:
                 layers.append(module)
@@ -68,9 +69,8 @@ def _why_class(cls: type, change: Change) -> str | None:
 
 def why_left(module: Any) -> str | None:
     """Why a linear layer stays Flax's. None if it can be changed."""
-    dtypes = (module.kernel.dtype, *([module.dtype] if module.dtype else []))
-    why = calls.why_dtypes(*dtypes)
-    return replacement.why_own(module, FLAXS_OWN) or (why and f"it is of {why}")
+    why = replacing.why_dtypes(module.kernel.dtype, module.dtype)
+    return replacing.why_own(module, FLAXS_OWN) or (why and f"it is of {why}")
 
 
 def check_own(module: Any, done: str) -> None:
@@ -134,7 +134,7 @@ class QuantizedLinear(nnx.Linear):
             raise ValueError(
                 f"{type(self).__name__}: got out_sharding={out_sharding}, expected None; reshard the result instead."
             )
-        bias = nnx_calls.value(self.bias)
+        bias = calls.value(self.bias)
         x, dtype = inputs, self.dtype
         if not isinstance(x, Quantized):
             x = jnp.asarray(x)
@@ -177,11 +177,7 @@ def quantize_linears(
 
 
 def _variables(kernel: Any, kernels: Quantization) -> dict[str, QuantizedParam]:
-    array = kernel.get_value()
-    quantised = functools.partial(_quantised, quantization=kernels)
-    # Of a model without values there is only what shapes and dtypes come of it.
-    is_abstract = isinstance(array, jax.ShapeDtypeStruct)
-    quantized = jax.eval_shape(quantised, array) if is_abstract else quantised(array)
+    quantized = replacing.quantised(functools.partial(_quantised, quantization=kernels), kernel.get_value())
     return {
         "values": _variable(quantized.values, kernel, named=True),
         "scales": _variable(quantized.scales, kernel, named=False),
@@ -245,7 +241,7 @@ class Float8Linear(nnx.Linear):
         self.recipe = recipe
 
     def __call__(self, inputs: jax.Array | Quantized, out_sharding: Any = None) -> jax.Array:
-        kernel, bias = self.kernel[...], nnx_calls.value(self.bias)
+        kernel, bias = self.kernel[...], calls.value(self.bias)
         return calls.float8_linear(self, self.recipe, inputs, kernel, bias, out_sharding)
 
 

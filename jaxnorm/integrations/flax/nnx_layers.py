@@ -1,4 +1,4 @@
-"""The norms of `jaxnorm.nnx` but for those of groups of channels."""
+"""The norms of `jaxnorm.nnx`, and its Embed and GatedActivation."""
 
 from collections.abc import Callable
 from functools import partial
@@ -7,11 +7,14 @@ from typing import Any, Unpack, overload
 import jax
 import jax.numpy as jnp
 
-from jaxnorm.flax import calls, nnx_calls
-from jaxnorm.flax.calls import nnx
-from jaxnorm.flax.replacement import explained
+from jaxnorm.integrations.flax import calls, served
+from jaxnorm.integrations.flax.served import nnx
+from jaxnorm.integrations.replacing import explained
 from jaxnorm.ops.activation import Synonym
-from jaxnorm.ops.norm.gated import Activation, gated_rms_norm
+from jaxnorm.ops.gated_activation.api import gated_activation
+from jaxnorm.ops.gated_activation.formula import Activation as OfGate
+from jaxnorm.ops.group_norm.formula import Activation as OfGroups
+from jaxnorm.ops.norm.gated import Activation
 from jaxnorm.ops.options import Implementation
 from jaxnorm.ops.qk_norm_rotary.api import Normalize
 from jaxnorm.quantization import Quantization, Quantized
@@ -29,7 +32,7 @@ class _Options(nnx.Module):
     multiply_before_cast: bool = True
     implementation: Implementation | None = None
 
-    _why_never = staticmethod(calls.why_never)
+    _why_never = staticmethod(served.why_never)
 
     def __init__(
         self,
@@ -43,7 +46,7 @@ class _Options(nnx.Module):
         self.scale_offset = scale_offset
         self.multiply_before_cast = multiply_before_cast
         self.implementation = implementation
-        if calls.options(self)["scale_offset"]:
+        if served.options(self)["scale_offset"]:
             flax.setdefault("scale_init", nnx.initializers.zeros)
         super().__init__(num_features, **flax)  # type: ignore[call-arg]
 
@@ -66,7 +69,7 @@ class RMSNorm(_Options, nnx.RMSNorm):
     _functions = calls.RMS
 
     def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
-        y: jax.Array | None = nnx_calls.fused(self._functions.norm, self, mask, (jnp.asarray(x),))
+        y: jax.Array | None = calls.fused(self._functions.norm, self, (jnp.asarray(x),), mask)
         return super().__call__(x, mask) if y is None else y
 
 
@@ -82,7 +85,7 @@ class LayerNorm(_Options, nnx.LayerNorm):
     _functions = calls.LAYER
 
     def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
-        y: jax.Array | None = nnx_calls.fused(self._functions.norm, self, mask, (jnp.asarray(x),))
+        y: jax.Array | None = calls.fused(self._functions.norm, self, (jnp.asarray(x),), mask)
         return super().__call__(x, mask=mask) if y is None else y
 
 
@@ -95,7 +98,7 @@ class _Add:
         self, x: jax.Array, residual: jax.Array, *, mask: jax.Array | None = None, **of_sum: Unpack[calls.OfSum]
     ) -> Any:
         rows = calls.with_other(self, x, "residual", residual, "added")
-        results: Any = nnx_calls.fused(partial(self._functions.add, **of_sum), self, mask, rows)
+        results: Any = calls.fused(partial(self._functions.add, **of_sum), self, rows, mask)
         of_flax: Callable[..., Any] = super().__call__  # type: ignore[misc]
         return calls.add_first(of_flax, rows, mask, **of_sum) if results is None else results
 
@@ -150,26 +153,33 @@ class GatedRMSNorm(RMSNorm):
     def __call__(  # type: ignore[override]
         self, x: jax.Array, gate: jax.Array, *, mask: None = None
     ) -> jax.Array:
-        x, gate = calls.with_other(self, x, "gate", gate, "multiplied")
-        calls.last_axis(self, x, mask, "a gated norm")
-        scale = nnx_calls.value(self.scale)
-        dtype = nnx.nn.dtypes.canonicalize_dtype(x, gate, scale, dtype=self.dtype)
-        return gated_rms_norm(
-            nnx_calls.promote(x, dtype),
-            nnx_calls.promote(gate, dtype),
-            None if scale is None else nnx_calls.promote(scale, dtype),
-            gate_first=self.gate_first,
-            activation=self.activation,
-            group_size=self.group_size,
-            epsilon=self.epsilon,
-            axis_name=self.axis_name,
-            out_dtype=dtype,
-            **calls.rounded_once(self, "a gated norm"),
+        return calls.gated(self, x, gate, mask)
+
+
+class _HeadScales(nnx.Module):
+    """The parameters of a `QKNormRotary`."""
+
+    def __init__(
+        self,
+        head_dim: int,
+        *,
+        heads: tuple[int, int] | None = None,
+        use_scale: bool = True,
+        scale_init: Any = nnx.initializers.ones,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        rngs: nnx.Rngs,
+    ) -> None:
+        shapes = [(head_dim,)] * 2 if heads is None else [(count, head_dim) for count in heads]
+        self.q_scale, self.k_scale = (
+            nnx.Param(scale_init(rngs.params(), shape, param_dtype)) if use_scale else None for shape in shapes
         )
+        self.head_dim, self.heads, self.use_scale = head_dim, heads, use_scale
+        self.dtype, self.param_dtype = dtype, param_dtype
 
 
 @explained
-class QKNormRotary(_Options, nnx_calls.HeadScales):
+class QKNormRotary(_Options, _HeadScales):
     """RMSNorm or LayerNorm of each head of queries and keys, and their rotary embedding: `jaxnorm.qk_norm_rotary`.
 
         rotary = QKNormRotary(128, theta=500_000.0, rngs=rngs)
@@ -201,7 +211,7 @@ class QKNormRotary(_Options, nnx_calls.HeadScales):
     def __call__(
         self, q: jax.Array, k: jax.Array, positions: jax.Array | None = None, **tables: Unpack[calls.Tables]
     ) -> QK:
-        scales = nnx_calls.value(self.q_scale), nnx_calls.value(self.k_scale)
+        scales = calls.value(self.q_scale), calls.value(self.k_scale)
         return calls.rotated(self, (q, k, *scales, positions), **tables)
 
 
@@ -231,8 +241,7 @@ class _Quantized:
         mask: None = None,
     ) -> Quantized | tuple[Quantized, jax.Array]:
         scales = {"static_scale": static_scale, "smooth_scale": smooth_scale}
-        x, addend = calls.with_addend(self, x, residual=residual)
-        return nnx_calls.quantized(self, mask, x, addend, scales)
+        return calls.quantized(self, x, residual, mask, scales)
 
 
 @explained
@@ -256,3 +265,114 @@ class QuantizedRMSNorm(_Quantized, RMSNorm):  # type: ignore[misc]
 @explained
 class QuantizedLayerNorm(_Quantized, LayerNorm):  # type: ignore[misc]
     """A `LayerNorm` with a quantised result, computed by `jaxnorm.layer_norm_quantized`; see `QuantizedRMSNorm`."""
+
+
+class _Groups(nnx.Module):
+    """What a GroupNorm and an InstanceNorm have beside Flax's options; see `_Options`."""
+
+    activation: OfGroups | Synonym | None = None
+    scale_offset: float = 0.0
+    implementation: Implementation | None = None
+
+    _why_never = staticmethod(served.why_options)
+
+    def __init__(
+        self,
+        num_features: int,
+        *groups: int | None,
+        activation: OfGroups | Synonym | None = None,
+        scale_offset: float = 0.0,
+        implementation: Implementation | None = None,
+        **flax: Any,
+    ) -> None:
+        self.activation = activation
+        self.scale_offset = scale_offset
+        self.implementation = implementation
+        if served.options(self)["scale_offset"]:
+            flax.setdefault("scale_init", nnx.initializers.zeros)
+        super().__init__(num_features, *groups, **flax)  # type: ignore[call-arg]
+
+    def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
+        x = jnp.asarray(x)
+        y = calls.grouped(self, x, mask)
+        of_flax: Callable[..., jax.Array] = super().__call__
+        return calls.activated(self, of_flax(x, mask=mask)) if y is None else y
+
+
+@explained
+class GroupNorm(_Groups, nnx.GroupNorm):
+    """`flax.nnx.GroupNorm` with the same constructor, parameters and result dtype, computed by `jaxnorm.group_norm`.
+
+        norm = GroupNorm(320, num_groups=32, activation="silu", rngs=rngs)
+        y = norm(x)
+
+    The constructor also takes `activation`, `scale_offset` and `implementation` of the function. Where `scale_offset`
+    is not 0, the default of `scale_init` is zeros.
+
+    The kernels serve the calls whose `reduction_axes` are all axes but the first, as they are by default. A `mask`,
+    `axis_index_groups`, other axes, parameters that an Explicit mesh splits otherwise than x, a `promote_dtype` of
+    one's own, and dtypes other than float32, bfloat16 and float16 are computed by Flax's own code, and the activation
+    of its result. That has no `scale_offset`: with one, the formula computes what it can, and the rest is an error, as
+    it is with `implementation="native"`. The variance is that of the centred values, also with
+    `use_fast_variance=True`.
+    """
+
+
+@explained
+class InstanceNorm(_Groups, nnx.InstanceNorm):
+    """`flax.nnx.InstanceNorm` with the same constructor, parameters and result dtype: a `GroupNorm` of single channels.
+
+    The kernels serve the calls whose `feature_axes` are the last axis. Options and all else are as of `GroupNorm`.
+    """
+
+
+@explained
+class Embed(nnx.Embed):
+    """`flax.nnx.Embed` with the same constructor, parameter and result, by `jaxnorm.embedding`.
+
+        embed = Embed(50_257, 768, dtype=jnp.bfloat16, rngs=rngs)
+        x = embed(ids)
+        logits = embed.attend(x)
+
+    The rows have Flax's bits, with NaN where an id is out of range; negative ids count from the end. Flax rounds the
+    table to `dtype` and sums its gradient in that. Here the rows are rounded, and the gradient is summed in float32 and
+    rounded once, to the table's dtype; so it is of `num_embeddings=1`, whose row is broadcast to all ids, as in Flax.
+    `attend` is Flax's.
+
+    The constructor also takes `implementation` of the function. A `promote_dtype` of one's own, and dtypes other than
+    float32, bfloat16 and float16, are computed by Flax's own code, and are errors with `implementation="native"`.
+    """
+
+    # An Embed of Flax that became one of these has no attribute for it.
+    implementation: Implementation | None = None
+
+    _why_never = staticmethod(served.why_never_looked_up)
+
+    def __init__(
+        self, num_embeddings: int, features: int, *, implementation: Implementation | None = None, **flax: Any
+    ) -> None:
+        super().__init__(num_embeddings, features, **flax)
+        self.implementation = implementation
+
+    def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
+        rows = calls.looked_up(self, self.embedding[...], inputs, out_sharding)
+        return super().__call__(inputs, out_sharding) if rows is None else rows
+
+
+@explained
+class GatedActivation(nnx.Module):
+    """An activation of a gate, times what it gates: `jaxnorm.gated_activation`, without parameters.
+
+        gate = GatedActivation(activation="silu")
+        h = gate(linear(x))
+
+    The options are the function's.
+    """
+
+    def __init__(
+        self, *, activation: OfGate | Synonym = "silu", axis: int = -1, implementation: Implementation | None = None
+    ) -> None:
+        self.activation, self.axis, self.implementation = activation, axis, implementation
+
+    def __call__(self, x: jax.Array | tuple[jax.Array, jax.Array]) -> jax.Array:
+        return gated_activation(x, activation=self.activation, axis=self.axis, implementation=self.implementation)

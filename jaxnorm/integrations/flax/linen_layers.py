@@ -1,4 +1,4 @@
-"""The norms of `jaxnorm.linen` but for those of groups of channels."""
+"""The norms of `jaxnorm.linen`, and its Embed and GatedActivation."""
 
 import inspect
 from collections.abc import Callable
@@ -9,11 +9,14 @@ from typing import Any, Unpack, overload
 import jax
 import jax.numpy as jnp
 
-from jaxnorm.flax import calls, linen_calls
-from jaxnorm.flax.calls import linen
-from jaxnorm.flax.replacement import explained
+from jaxnorm.integrations.flax import calls, served
+from jaxnorm.integrations.flax.served import linen
+from jaxnorm.integrations.replacing import explained
 from jaxnorm.ops.activation import Synonym
-from jaxnorm.ops.norm.gated import Activation, gated_rms_norm
+from jaxnorm.ops.gated_activation.api import gated_activation
+from jaxnorm.ops.gated_activation.formula import Activation as OfGate
+from jaxnorm.ops.group_norm.formula import Activation as OfGroups
+from jaxnorm.ops.norm.gated import Activation
 from jaxnorm.ops.options import Implementation
 from jaxnorm.ops.qk_norm_rotary.api import Normalize
 from jaxnorm.quantization import Quantization, Quantized
@@ -22,28 +25,49 @@ from jaxnorm.results import QK
 # Flax's functions without the wrapper that makes them calls of the module: through it, a call would be captured,
 # intercepted and tabulated twice.
 _OF_FLAX = {calls.RMS: inspect.unwrap(linen.RMSNorm.__call__), calls.LAYER: inspect.unwrap(linen.LayerNorm.__call__)}
+_GROUP_NORM, _INSTANCE_NORM = (inspect.unwrap(cls.__call__) for cls in (linen.GroupNorm, linen.InstanceNorm))
+_EMBED = inspect.unwrap(linen.Embed.__call__)
 
 
 class _Options(linen.Module):
-    """What all norms have beside Flax's fields, and by keyword only: positions are Flax's."""
+    """What all norms of rows have beside Flax's fields, and by keyword only: positions are Flax's."""
 
-    scale_init: Callable[..., Any] = linen_calls.default_scale_init
+    scale_init: Callable[..., Any] = calls.default_scale_init
     scale_offset: float = field(default=0.0, kw_only=True)
     multiply_before_cast: bool = field(default=True, kw_only=True)
     implementation: Implementation | None = field(default=None, kw_only=True)
 
-    # The arguments of a call of one of these or of Flax's norm, what computes it, and why Flax has to.
-    _arguments = staticmethod(linen_calls.arguments)
-    _why_flax = staticmethod(linen_calls.why_flax)
+
+def _arguments(x: Any, *, mask: jax.Array | None = None) -> tuple[jax.Array, jax.Array | None]:
+    """Those of a call of a norm of Flax."""
+    return jnp.asarray(x), mask
+
+
+class _Rows(_Options):
+    """How a norm of Flax, or one of these, is computed."""
+
+    # The arguments of a call, why Flax has to compute it, and what does else.
+    _arguments = staticmethod(_arguments)
+
+    @staticmethod
+    def _why_flax(module: Any, x: jax.Array, mask: jax.Array | None) -> str | None:
+        there = calls.parameters_there(module)
+        return served.why_flax(module, x, mask, there, calls.dtypes(module, (x,), there))
 
     @classmethod
     def _fused(cls, module: Any, x: jax.Array, mask: jax.Array | None) -> Any:
         functions: calls.Functions = cls._functions  # type: ignore[attr-defined]
-        return linen_calls.fused(functions.norm, module, (x,), mask)
+        return calls.fused(functions.norm, module, (x,), mask)
+
+    @linen.compact
+    def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
+        module: Any = self
+        y: jax.Array | None = self._fused(self, jnp.asarray(x), mask)
+        return _OF_FLAX[module._functions](self, x, mask=mask) if y is None else y
 
 
 @explained
-class RMSNorm(_Options, linen.RMSNorm):
+class RMSNorm(_Rows, linen.RMSNorm):
     """`flax.linen.RMSNorm` with the same fields, parameters and result dtype, computed by `jaxnorm.rms_norm`.
 
     Options and the calls that kernels serve are those of `jaxnorm.nnx.RMSNorm`, the options by keyword.
@@ -52,25 +76,15 @@ class RMSNorm(_Options, linen.RMSNorm):
 
     _functions = calls.RMS
 
-    @linen.compact
-    def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
-        y: jax.Array | None = self._fused(self, jnp.asarray(x), mask)
-        return _OF_FLAX[self._functions](self, x, mask=mask) if y is None else y
-
 
 @explained
-class LayerNorm(_Options, linen.LayerNorm):
+class LayerNorm(_Rows, linen.LayerNorm):
     """`flax.linen.LayerNorm` with the same fields, parameters and result dtype, computed by `jaxnorm.layer_norm`.
 
     All else is as of `jaxnorm.nnx.LayerNorm`.
     """
 
     _functions = calls.LAYER
-
-    @linen.compact
-    def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
-        y: jax.Array | None = self._fused(self, jnp.asarray(x), mask)
-        return _OF_FLAX[self._functions](self, x, mask=mask) if y is None else y
 
 
 class _Add(linen.Module):
@@ -82,7 +96,7 @@ class _Add(linen.Module):
     ) -> Any:
         module: Any = self
         rows = calls.with_other(self, x, "residual", residual, "added")
-        results: Any = linen_calls.fused(partial(module._functions.add, **of_sum), module, rows, mask)
+        results: Any = calls.fused(partial(module._functions.add, **of_sum), module, rows, mask)
         of_flax = partial(_OF_FLAX[module._functions], self)
         return calls.add_first(of_flax, rows, mask, **of_sum) if results is None else results
 
@@ -119,21 +133,7 @@ class GatedRMSNorm(RMSNorm, kw_only=True):
     def __call__(  # type: ignore[override]
         self, x: jax.Array, gate: jax.Array, *, mask: None = None
     ) -> jax.Array:
-        x, gate = calls.with_other(self, x, "gate", gate, "multiplied")
-        calls.last_axis(self, x, mask, "a gated norm")
-        scale, _ = linen_calls.parameters(self, x, (-1,))
-        return gated_rms_norm(
-            x,
-            gate,
-            scale,
-            gate_first=self.gate_first,
-            activation=self.activation,
-            group_size=self.group_size,
-            epsilon=self.epsilon,
-            axis_name=self.axis_name,
-            out_dtype=linen.dtypes.canonicalize_dtype(x, gate, scale, dtype=self.dtype),
-            **calls.rounded_once(self, "a gated norm"),
-        )
+        return calls.gated(self, x, gate, mask)
 
 
 @explained
@@ -162,7 +162,7 @@ class QKNormRotary(_Options, kw_only=True):
     ) -> QK:
         axes = (self.heads_axis, -1) if self.per_head else (-1,)
         pairs = (("q_scale", q), ("k_scale", k))
-        scales = [linen_calls.scale(self, jnp.asarray(x), axes, name) if self.normalize else None for name, x in pairs]
+        scales = [calls.made_scale(self, jnp.asarray(x), axes, name) if self.normalize else None for name, x in pairs]
         return calls.rotated(self, (q, k, *scales, positions), **tables)
 
 
@@ -189,8 +189,7 @@ class _Quantized(linen.Module, kw_only=True):
         mask: None = None,
     ) -> Quantized | tuple[Quantized, jax.Array]:
         scales = {"static_scale": static_scale, "smooth_scale": smooth_scale}
-        x, addend = calls.with_addend(self, x, residual=residual)
-        return linen_calls.quantized(self, x, addend, mask, scales)
+        return calls.quantized(self, x, residual, mask, scales)
 
 
 @explained
@@ -205,3 +204,91 @@ class QuantizedRMSNorm(_Quantized, RMSNorm, kw_only=True):  # type: ignore[misc]
 @explained
 class QuantizedLayerNorm(_Quantized, LayerNorm, kw_only=True):  # type: ignore[misc]
     """A `LayerNorm` with a quantised result, computed by `jaxnorm.layer_norm_quantized`; see `QuantizedRMSNorm`."""
+
+
+class _Groups(linen.Module):
+    """What a GroupNorm and an InstanceNorm have beside Flax's fields."""
+
+    scale_init: Callable[..., Any] = calls.default_scale_init
+    activation: OfGroups | Synonym | None = field(default=None, kw_only=True)
+    scale_offset: float = field(default=0.0, kw_only=True)
+    implementation: Implementation | None = field(default=None, kw_only=True)
+
+    # As of the norms of rows.
+    _arguments = staticmethod(_arguments)
+    _fused = staticmethod(calls.grouped)
+
+    @staticmethod
+    def _why_flax(module: Any, x: jax.Array, mask: jax.Array | None) -> str | None:
+        there = calls.parameters_there(module)
+        return served.why_flax_groups(module, x, mask, there, calls.dtypes(module, (x,), there))
+
+    @linen.compact
+    def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
+        x = jnp.asarray(x)
+        y = calls.grouped(self, x, mask)
+        of_flax = _INSTANCE_NORM if isinstance(self, linen.InstanceNorm) else _GROUP_NORM
+        return calls.activated(self, of_flax(self, x, mask=mask)) if y is None else y
+
+
+@explained
+class GroupNorm(_Groups, linen.GroupNorm):
+    """`flax.linen.GroupNorm` with the same fields, parameters and result dtype, computed by `jaxnorm.group_norm`.
+
+        y = GroupNorm(num_groups=32, activation="silu")(x)
+
+    Options and the calls that kernels serve are those of `jaxnorm.nnx.GroupNorm`, the options by keyword. An x without
+    an axis of examples and `force_float32_reductions=False` are computed by Flax's own code as well.
+    """
+
+
+@explained
+class InstanceNorm(_Groups, linen.InstanceNorm):
+    """`flax.linen.InstanceNorm` with the same fields, parameters and result dtype: a `GroupNorm` of single channels.
+
+    The kernels serve the calls whose `feature_axes` are the last axis. Fields and all else are as of `GroupNorm`.
+    """
+
+
+@explained
+class Embed(linen.Embed):
+    """`flax.linen.Embed` with the same fields, parameter and result, by `jaxnorm.embedding`.
+
+    All else is as of `jaxnorm.nnx.Embed`, `implementation` by keyword.
+    """
+
+    implementation: Implementation | None = field(default=None, kw_only=True)
+
+    # As of the norms of rows.
+    @staticmethod
+    def _arguments(inputs: Any) -> tuple[Any, ...]:
+        return (inputs,)
+
+    @staticmethod
+    def _why_flax(module: Any, ids: Any) -> str | None:
+        return served.why_flax_looks_up(module, module.embedding, ids)
+
+    @staticmethod
+    def _fused(module: Any, ids: Any) -> jax.Array | None:
+        return calls.looked_up(module, module.embedding, ids)
+
+    def __call__(self, inputs: jax.Array) -> jax.Array:
+        rows = calls.looked_up(self, self.embedding, inputs)
+        return _EMBED(self, inputs) if rows is None else rows
+
+
+@explained
+class GatedActivation(linen.Module, kw_only=True):
+    """An activation of a gate, times what it gates: `jaxnorm.gated_activation`, without parameters.
+
+        h = GatedActivation(activation="silu")(linen.Dense(2 * features)(x))
+
+    The fields are the function's options.
+    """
+
+    activation: OfGate | Synonym = "silu"
+    axis: int = -1
+    implementation: Implementation | None = None
+
+    def __call__(self, x: jax.Array | tuple[jax.Array, jax.Array]) -> jax.Array:
+        return gated_activation(x, activation=self.activation, axis=self.axis, implementation=self.implementation)

@@ -1,7 +1,6 @@
 """How the variables of a model of `flax.linen` get quantised kernels of its linear layers."""
 
 import dataclasses
-from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -10,12 +9,13 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxnorm.flax import linen_layers, replacement
-from jaxnorm.flax.calls import linen
-from jaxnorm.flax.linen_layers import Change
-from jaxnorm.flax.linen_linear import LAYERS, product, summed_axes, using_quantized
-from jaxnorm.flax.replacement import of_rows
 from jaxnorm.inspect.explain import of_arrays
+from jaxnorm.integrations import replacing
+from jaxnorm.integrations.flax import linen_linear
+from jaxnorm.integrations.flax.linen_linear import LAYERS, Change, product, summed_axes, using_quantized
+from jaxnorm.integrations.flax.linen_replace import check_variables
+from jaxnorm.integrations.flax.served import linen
+from jaxnorm.integrations.replacing import of_rows
 from jaxnorm.ops.misuse import explained
 from jaxnorm.ops.quantize.api import quantize
 from jaxnorm.quantization import Quantization, Quantized
@@ -31,7 +31,7 @@ def quantize_linears(
     variables: Any,
     *args: Any,
     kernels: Quantization | DTypeLike,
-    only: replacement.Only | None = None,
+    only: replacing.Only | None = None,
     **kwargs: Any,
 ) -> tuple[Any, Report]:
     """The variables of a trained model of `flax.linen` with the kernels of its linear layers quantised.
@@ -59,26 +59,20 @@ def quantize_linears(
       TypeError: module is not of flax.linen, variables lack "params", kernels is no `Quantization`, only no function.
       ValueError: the call has no layer that is quantised, or a granularity is not "token".
     """
-    _check(module, variables)
+    if not isinstance(module, linen.Module):
+        raise TypeError(
+            f"quantize_linears: module must be of flax.linen, got {type(module).__name__}; models of flax.nnx go to "
+            f"jaxnorm.quantize_linears."
+        )
+    check_variables("quantize_linears", variables)
     kernels = of_rows("quantize_linears", "kernels", kernels)
-    replacement.check_only("quantize_linears", only)
+    replacing.check_only("quantize_linears", only)
     params = flax.traverse_util.flatten_dict(variables["params"], keep_empty_nodes=True)  # type: ignore[no-untyped-call]
     report, chosen = _chosen(module, variables, params, kernels, only, args, kwargs)
     report.check_found("quantize_linears", "linear layer to quantise", module, "; pass what it is called with.")
     for path, axes in chosen.items():
         params |= {(*path, name): array for name, array in _variables(params.pop((*path, "kernel")), axes, kernels)}
     return _with_params(variables, params), report
-
-
-def _check(module: Any, variables: Any) -> None:
-    if not isinstance(module, linen.Module):
-        raise TypeError(
-            f"quantize_linears: module must be of flax.linen, got {type(module).__name__}; models of flax.nnx go to "
-            f"jaxnorm.quantize_linears."
-        )
-    if not isinstance(variables, Mapping) or "params" not in variables:
-        got = list(variables) if isinstance(variables, Mapping) else type(variables).__name__
-        raise TypeError(f"quantize_linears: variables must be a mapping with 'params', as init gives it, got {got}.")
 
 
 class _Axes(NamedTuple):
@@ -147,7 +141,7 @@ def _chosen(
     def trace(change: Change, only: Any, params: Any) -> Report:
         def run(params: Any, *args: Any, **kwargs: Any) -> None:
             # Within, those that are quantised already.
-            with linen_layers.changed(change, only, object()) as report, using_quantized():
+            with linen_linear.changed(change, only, object()) as report, using_quantized():
                 module.apply(_with_params(variables, params), *args, **kwargs)
             reports.append(report)
 
@@ -190,7 +184,7 @@ def _why_never(layer: Any, x: Any) -> str | None:
     """Why the kernel of a layer is not quantised, whatever it is. None if that depends on it."""
     batch = getattr(layer, "batch_dims", ())
     has_batch = isinstance(batch, int) or len(batch) > 0
-    return linen_layers.why_left(layer, x) or (f"it has batch_dims={batch}" if has_batch else None)
+    return linen_linear.why_left(layer, x) or (f"it has batch_dims={batch}" if has_batch else None)
 
 
 def _why_left(layer: Any, x: Any) -> str | None:
@@ -210,9 +204,7 @@ def _why_left(layer: Any, x: Any) -> str | None:
 def _variables(leaf: Any, axes: _Axes, kernels: Quantization) -> list[tuple[str, Any]]:
     """What is in place of a kernel, by name, in boxes with its names of mesh axes where it has such."""
     array = _unboxed(leaf)
-    # Of a model without values there is only what shapes and dtypes come of it.
-    quantised = partial(_quantised, axes=axes, kernels=kernels)
-    quantized = jax.eval_shape(quantised, array) if isinstance(array, jax.ShapeDtypeStruct) else quantised(array)
+    quantized = replacing.quantised(partial(_quantised, axes=axes, kernels=kernels), array)
     arrays = {"values": quantized.values, "scales": quantized.scales}
     if not isinstance(leaf, linen.Partitioned):
         return list(arrays.items())
