@@ -1,7 +1,7 @@
 // Gated RMSNorm, of rows that a block holds.
 #pragma once
 
-#include "ops/norm/cuda.h"
+#include "ops/norm/call.h"
 #include "ops/norm/cuda/affine.cuh"
 #include "ops/shared/cuda/activation.cuh"
 #include "ops/shared/cuda/stats.cuh"
