@@ -9,6 +9,7 @@
 
 namespace jaxnorm::cuda {
 
+// What gradients have to know of a launch besides.
 struct GradOwn {
   int sums = 1;  // as of RowSchedule
 };

@@ -1,7 +1,6 @@
 // Which kernel computes the gradients of a call of RMSNorm or LayerNorm.
 #pragma once
 
-#include "ops/norm/call.h"
 #include "ops/norm/cuda/grad_columns.cuh"
 #include "ops/norm/cuda/grad_small_batch.cuh"
 #include "ops/shared/cuda/norm_grad.cuh"
