@@ -2,10 +2,10 @@
 
 namespace jaxnorm::cuda {
 
-static_assert(plan_from(ForwardRegimes<2>::kTable, false, Dtype::bf16, kLongestRow, 1).entry >= 0);
-static_assert(plan_from(ForwardRegimes<4>::kTable, true, Dtype::f32, kLongestRow, kMaxCluster).entry >= 0);
-static_assert(plan_from(OneBlockRegimes<2>::kTable, false, Dtype::bf16, kLongestRow, 1).entry >= 0);
-static_assert(plan_from(OneBlockRegimes<4>::kTable, false, Dtype::f32, kLongestRow, 1).entry >= 0);
+static_assert(plan_from<ForwardRegimes>(false, Dtype::bf16, kLongestRow, 1).entry >= 0);
+static_assert(plan_from<ForwardRegimes>(true, Dtype::f32, kLongestRow, kMaxCluster).entry >= 0);
+static_assert(plan_from<OneBlockRegimes>(false, Dtype::bf16, kLongestRow, 1).entry >= 0);
+static_assert(plan_from<OneBlockRegimes>(false, Dtype::f32, kLongestRow, 1).entry >= 0);
 
 const char* Plan::regime() const {
   if (vectors == kStreamed) return segments > 0 ? "segments" : "looped";
@@ -14,14 +14,10 @@ const char* Plan::regime() const {
 }
 
 Plan make_forward_plan(bool centred, Dtype x, int64_t cols, int max_cluster) {
-  return x == Dtype::f32 ? plan_from(ForwardRegimes<4>::kTable, centred, x, cols, max_cluster)
-                         : plan_from(ForwardRegimes<2>::kTable, centred, x, cols, max_cluster);
+  return plan_from<ForwardRegimes>(centred, x, cols, max_cluster);
 }
 
-Plan make_one_block_plan(Dtype x, int64_t cols) {
-  return x == Dtype::f32 ? plan_from(OneBlockRegimes<4>::kTable, false, x, cols, 1)
-                         : plan_from(OneBlockRegimes<2>::kTable, false, x, cols, 1);
-}
+Plan make_one_block_plan(Dtype x, int64_t cols) { return plan_from<OneBlockRegimes>(false, x, cols, 1); }
 
 bool has_tickets(bool centred, Dtype x, int64_t cols) {
   const Plan plan = make_forward_plan(centred, x, cols, kMaxCluster);

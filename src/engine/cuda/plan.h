@@ -199,6 +199,13 @@ constexpr Plan plan_from(const RegimeTable<SIZE>& table, bool centred, Dtype x, 
   return {};
 }
 
+// The same of a table that there is for each size of elements.
+template <template <int> class REGIMES>
+constexpr Plan plan_from(bool centred, Dtype x, int64_t cols, int max_cluster) {
+  return x == Dtype::f32 ? plan_from(REGIMES<4>::kTable, centred, x, cols, max_cluster)
+                         : plan_from(REGIMES<2>::kTable, centred, x, cols, max_cluster);
+}
+
 // A table that serves rows of any length has room for the longest in its last regime.
 constexpr int64_t kLongestRow = int64_t{1} << 50;
 

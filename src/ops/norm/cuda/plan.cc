@@ -36,6 +36,46 @@ int64_t blocks_of_cycle(RowMap weight_rows, int block_rows) {
 }
 int64_t sums_of_block(RowMap weight_rows, int block_rows) { return std::min<int64_t>(weight_rows.count, block_rows); }
 
+// Of less room than this nothing is scheduled.
+int64_t least_partial_rows(RowMap weight_rows, int block_rows) {
+  if (has_neighbours(weight_rows)) return 1;
+  return blocks_of_cycle(weight_rows, block_rows) * sums_of_block(weight_rows, block_rows) / weight_rows.count;
+}
+
+// `blocks`: that run at once. `room`: for how many partial rows.
+RowSchedule schedule_rows(int64_t blocks, int64_t rows, RowMap weight_rows, int block_rows, int64_t room) {
+  if (has_neighbours(weight_rows)) {
+    const int64_t own_rows = rows / weight_rows.count, most = std::max<int64_t>(1, blocks / weight_rows.count);
+    const int64_t used = std::min({ceil_div(own_rows, block_rows), most, room});
+    return {used * weight_rows.count, used, used * block_rows, own_rows, 1};
+  }
+  const int64_t cycle = blocks_of_cycle(weight_rows, block_rows), sums = sums_of_block(weight_rows, block_rows);
+  const int64_t cycles = std::min({std::max<int64_t>(1, blocks / cycle), ceil_div(ceil_div(rows, block_rows), cycle),
+                                   room / least_partial_rows(weight_rows, block_rows)});
+  const int64_t used = cycles * cycle;
+  return {used, used * sums / weight_rows.count, used * block_rows, rows, static_cast<int>(sums)};
+}
+
+// How many blocks, or clusters, run at once: the same on every GPU, so that dscale is.
+int64_t grad_blocks_at_once(Dtype x, int64_t cols) {
+  constexpr int64_t kLongestOfCluster = int64_t{kElements} * kMaxThreads * kMaxCluster;
+  // Rows of up to twice that have as many partial rows as those of the largest clusters: programs that were exported
+  // have room for no more.
+  if (cols > 2 * kLongestOfCluster) return rows_of_column_blocks(x, cols);
+  const Plan plan = make_backward_plan(x, cols, kMaxCluster);
+  // In clusters of 8 and 16 the remainders of a chip's GPCs stay idle.
+  switch (plan.segments > 0 ? kMaxCluster : plan.blocks_per_row) {
+    case 16:
+      return 7;
+    case 8:
+      return 15;
+    case 4:
+      return 30;
+    default:
+      return kMultiprocessors / plan.blocks_per_row;
+  }
+}
+
 // What the table of a forward leaves a thread.
 int forward_registers(const PlanQuestion& asked, const Plan& plan) {
   constexpr int of_pipelines = 128;
@@ -117,44 +157,6 @@ std::optional<PlanAnswer> answer(const PlanQuestion& asked) {
   return PlanAnswer{plan, 1, backward_registers(plan)};
 }
 
-int64_t least_partial_rows(RowMap weight_rows, int block_rows) {
-  if (has_neighbours(weight_rows)) return 1;
-  return blocks_of_cycle(weight_rows, block_rows) * sums_of_block(weight_rows, block_rows) / weight_rows.count;
-}
-
-RowSchedule schedule_rows(const ScheduleQuery& query) {
-  const auto& [blocks, rows, weight_rows, block_rows, room] = query;
-  if (has_neighbours(weight_rows)) {
-    const int64_t own_rows = rows / weight_rows.count, most = std::max<int64_t>(1, blocks / weight_rows.count);
-    const int64_t used = std::min({ceil_div(own_rows, block_rows), most, room});
-    return {used * weight_rows.count, used, used * block_rows, own_rows, 1};
-  }
-  const int64_t cycle = blocks_of_cycle(weight_rows, block_rows), sums = sums_of_block(weight_rows, block_rows);
-  const int64_t cycles = std::min({std::max<int64_t>(1, blocks / cycle), ceil_div(ceil_div(rows, block_rows), cycle),
-                                   room / least_partial_rows(weight_rows, block_rows)});
-  const int64_t used = cycles * cycle;
-  return {used, used * sums / weight_rows.count, used * block_rows, rows, static_cast<int>(sums)};
-}
-
-int64_t grad_blocks_at_once(Dtype x, int64_t cols) {
-  constexpr int64_t kLongestOfCluster = int64_t{kElements} * kMaxThreads * kMaxCluster;
-  // Rows of up to twice that have as many partial rows as those of the largest clusters: programs that were exported
-  // have room for no more.
-  if (cols > 2 * kLongestOfCluster) return rows_of_column_blocks(x, cols);
-  const Plan plan = make_backward_plan(x, cols, kMaxCluster);
-  // In clusters of 8 and 16 the remainders of a chip's GPCs stay idle.
-  switch (plan.segments > 0 ? kMaxCluster : plan.blocks_per_row) {
-    case 16:
-      return 7;
-    case 8:
-      return 15;
-    case 4:
-      return 30;
-    default:
-      return kMultiprocessors / plan.blocks_per_row;
-  }
-}
-
 int64_t rows_of_column_blocks(Dtype x, int64_t cols) {
   // About two blocks a multiprocessor.
   return std::clamp<int64_t>(2 * kMultiprocessors * kColumnThreads * vector_of(x) / cols, 4, 64);
@@ -175,7 +177,7 @@ cudaError_t make_room(const Workspace& workspace, const GradNeeds& needs, const 
   }
   const int64_t for_partials = workspace.floats - 2 * rows * room.segments;
   const int64_t most = weights > 0 ? for_partials / (weights * partial_row) : INT64_MAX;
-  room.schedule = schedule_rows({grad_blocks_at_once(x, cols), rows, weight_rows, block_rows, most});
+  room.schedule = schedule_rows(grad_blocks_at_once(x, cols), rows, weight_rows, block_rows, most);
   if (room.schedule.blocks > INT_MAX / plan.blocks_per_row) return cudaErrorInvalidConfiguration;
 
   const int64_t of_weight = room.schedule.partial_rows * partial_row;
@@ -189,10 +191,9 @@ cudaError_t make_room(const Workspace& workspace, const GradNeeds& needs, const 
 WorkspaceSize grad_workspace(const WorkspaceQuery& query, std::initializer_list<Plan> plans) {
   const int64_t blocks = grad_blocks_at_once(query.dtype, query.cols);
   int64_t most = 0;
-  for (const Plan& plan : plans) {
-    const ScheduleQuery any_rows{blocks, INT64_MAX / 2, query.weight_rows, plan.rows_per_block, INT64_MAX};
-    most = std::max(most, schedule_rows(any_rows).partial_rows);
-  }
+  for (const Plan& plan : plans)
+    most = std::max(
+        most, schedule_rows(blocks, INT64_MAX / 2, query.weight_rows, plan.rows_per_block, INT64_MAX).partial_rows);
   // Without clusters, which some devices do not have, rows are in segments soonest.
   const Plan without_clusters = make_backward_plan(query.dtype, query.cols, 1);
   return {query.with_dx ? int64_t{2} * without_clusters.segments : 0,

@@ -58,22 +58,6 @@ struct RowSchedule {
   int sums = 1;                 // of different weight rows, that a block leaves
 };
 
-// What a schedule follows from: how many blocks run at once, rows of a group, and how many partial rows there is room
-// for.
-struct ScheduleQuery {
-  int64_t blocks_at_once, rows;
-  RowMap weight_rows;
-  int block_rows;
-  int64_t room;
-};
-
-// Of less room than schedule_rows needs nothing is scheduled.
-int64_t least_partial_rows(RowMap weight_rows, int block_rows);
-RowSchedule schedule_rows(const ScheduleQuery& query);
-
-// How many blocks, or clusters, run at once: the same on every GPU, so that dscale is.
-int64_t grad_blocks_at_once(Dtype x, int64_t cols);
-
 // How many rows of blocks the kernel has that finishes rows in segments column by column, each with a partial row.
 int64_t rows_of_column_blocks(Dtype x, int64_t cols);
 

@@ -26,14 +26,13 @@ struct WindowRegimes {
   }};
 };
 
-static_assert(plan_from(PairRegimes<2>::kTable, false, Dtype::bf16, kLongestRow, 1).entry >= 0);
-static_assert(plan_from(PairRegimes<4>::kTable, false, Dtype::f32, kLongestRow, kMaxCluster).entry >= 0);
+static_assert(plan_from<PairRegimes>(false, Dtype::bf16, kLongestRow, 1).entry >= 0);
+static_assert(plan_from<PairRegimes>(false, Dtype::f32, kLongestRow, kMaxCluster).entry >= 0);
 static_assert(plan_from(WindowRegimes::kTable, false, Dtype::f32, kLongestRow, 1).entry >= 0);
 
 // The plan of rows of two arrays with one sum each.
 inline Plan make_pair_plan(Dtype x, int64_t cols, int max_cluster) {
-  return x == Dtype::f32 ? plan_from(PairRegimes<4>::kTable, false, x, cols, max_cluster)
-                         : plan_from(PairRegimes<2>::kTable, false, x, cols, max_cluster);
+  return plan_from<PairRegimes>(false, x, cols, max_cluster);
 }
 
 inline Plan make_window_plan(Dtype x, int64_t cols) { return plan_from(WindowRegimes::kTable, false, x, cols, 1); }
