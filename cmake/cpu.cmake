@@ -1,6 +1,6 @@
 # _cpu: the kernels, compiled once for each instruction set and chosen among when they are first called.
 jaxnorm_find(launches cpu/run.cc)
-jaxnorm_add_module(_cpu src/ffi/cpu_module.cc src/engine/cpu/isa.cc ${launches})
+jaxnorm_add_module(_cpu src/ffi/cpu_module.cc ${launches})
 jaxnorm_write_table(cpu)
 
 # -ffp-contract=off: where two operations are fused is written in the kernels and not left to the compiler.
@@ -9,7 +9,7 @@ jaxnorm_write_table(cpu)
 jaxnorm_find(kernels cpu/*.cc)
 list(REMOVE_ITEM kernels ${launches})
 function(jaxnorm_add_isa name)
-  add_library(cpu_${name} OBJECT src/engine/cpu/arrays.cc ${kernels})
+  add_library(cpu_${name} OBJECT src/engine/cpu/launch.cc ${kernels})
   target_include_directories(cpu_${name} PRIVATE "${CMAKE_SOURCE_DIR}/src")
   target_compile_definitions(cpu_${name} PRIVATE JAXNORM_ISA=${name})
   target_compile_options(cpu_${name} PRIVATE -Wall -Wextra -Wno-unused-function -ffp-contract=off -fno-math-errno ${ARGN})

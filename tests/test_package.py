@@ -69,6 +69,12 @@ def test_no_file_is_long():
     assert {path: length for path, length in lengths.items() if length > LONGEST} == {}
 
 
+def test_the_engine_and_the_ffi_include_no_op():
+    own = [path for path in SOURCES if name(path).startswith(("src/engine/", "src/ffi/"))]
+    assert own
+    assert [name(path) for path in own if '#include "ops/' in path.read_text()] == []
+
+
 def test_no_function_is_long():
     lengths = {
         f"{name(path)}:{node.name}": lines_of_code(node)

@@ -166,7 +166,7 @@ hidden columns in the sum: ops/softmax/cuda/softmax_grad.cuh: laws/test_masks.py
 +;
 what is outside a window is not written: ops/softmax/cuda/softmax_grad.cuh: laws/test_masks.py -k 'hidden and softmax'
 -if constexpr (Mask::kHasWindow) p.fill_outside<T>(columns, row);
-a rest that is left out: ops/norm/cuda/shard_statistics.cu: laws/test_meshes.py -k 'sharded_feature_axis and layer-'
+a rest that is left out: ops/norm/cuda/shard.cu: laws/test_meshes.py -k 'sharded_feature_axis and layer-'
 -remaining > 0; remaining -= step
 +remaining >= step; remaining -= step
 a partial sum less: engine/cuda/partials.cu: laws/test_accuracy.py -k 'gradients_of_every_size and rms and not rotary'

@@ -5,7 +5,7 @@
 #include <new>
 #include <string>
 
-#include "engine/cpu/parallel.h"
+#include "engine/cpu/launch.h"
 #include "ffi/parallel_for.h"
 #include "ffi/table.h"
 

@@ -1,6 +1,6 @@
 // The module jaxnorm._cpu: XLA FFI handlers of the CPU kernels.
 #include "cpu_ops.h"
-#include "engine/cpu/isa.h"
+#include "engine/cpu/launch.h"
 #include "ffi/cpu.h"
 #include "ffi/module.h"
 

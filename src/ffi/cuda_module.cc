@@ -8,12 +8,11 @@
 #include <vector>
 
 #include "cuda_ops.h"
+#include "engine/cuda/cublaslt.h"
 #include "engine/cuda/device.h"
-#include "engine/cuda/plan.h"
-#include "engine/cuda/regimes.h"
 #include "ffi/cuda.h"
 #include "ffi/module.h"
-#include "engine/cuda/cublaslt.h"
+#include "ffi/plan.h"
 
 namespace nb = nanobind;
 
@@ -25,12 +24,6 @@ Dtype dtype_of(const std::string& name) {
   if (name == "float16") return Dtype::f16;
   if (name == "bfloat16") return Dtype::bf16;
   throw nb::value_error(("dtype is " + name + ", expected float32, float16 or bfloat16").c_str());
-}
-
-Kind kind_of(const std::string& name) {
-  if (name == "rms") return Kind::rms;
-  if (name == "layer") return Kind::layer;
-  throw nb::value_error(("kind is " + name + ", expected rms or layer").c_str());
 }
 
 // Asks no device, so that there need not be one.
@@ -62,53 +55,26 @@ nb::tuple workspace(const std::string& target, const std::string& dtype, int64_t
   throw nb::value_error(("there is no target " + target).c_str());
 }
 
-// The registers that the kernels of a plan leave a thread at most: by what the forward's table says, or as many as the
-// most threads of a backward block leave. Of plain results; quantised ones have budgets of their own.
-int registers_of(const cuda::Plan& plan, bool forward, bool centred, bool is_divided, Dtype x, const std::string& gated,
-                 bool adds) {
-  constexpr int of_multiprocessor = 64 << 10, unlimited = 255, of_pipelines = 128;
-  if (!forward) {
-    if (plan.segments > 0 && plan.vectors == cuda::kStreamed) return of_multiprocessor / (2 * cuda::kColumnThreads);
-    for (const int most : {cuda::kMaxThreads, cuda::kWideThreads, cuda::kThinThreads})
-      if (plan.block_threads() <= most) return of_multiprocessor / most / 8 * 8;
-    return unlimited;
-  }
-  if (plan.blocks_per_row > 1 && plan.vectors != cuda::kStreamed) return of_pipelines;
-  const auto budget = [&](const auto& table) {
-    const cuda::Registers& registers = table.entry[plan.entry].registers;
-    if (gated != "" || adds) return registers.two_arrays;
-    return centred || !is_divided ? registers.one_array : registers.weights;
-  };
-  if (gated == "first" && x != Dtype::f32) return budget(cuda::GatedForwardRegimes<2, true>::kTable);
-  if (gated != "" && x != Dtype::f32) return budget(cuda::GatedForwardRegimes<2, false>::kTable);
-  if (gated != "") return budget(cuda::GatedForwardRegimes<4, true>::kTable);
-  return x == Dtype::f32 ? budget(cuda::ForwardRegimes<4>::kTable) : budget(cuda::ForwardRegimes<2>::kTable);
-}
-
 nb::dict plan(const std::string& op, const std::string& kind, const std::string& x_dtype, int64_t cols, int max_cluster,
               const std::string& gated, bool adds) {
   if (op != "forward" && op != "backward") throw nb::value_error("op is neither forward nor backward");
   if (cols < 1 || max_cluster < 1) throw nb::value_error("cols and max_cluster are expected to be positive");
   if (gated != "" && gated != "first" && gated != "last") throw nb::value_error("gated is neither first nor last");
-  const bool has_gates = gated != "", forward = op == "forward";
-  if (has_gates && (kind != "rms" || cols > kGatedCols)) throw nb::value_error("no kernel has gates for such rows");
+  if (kind != "rms" && kind != "layer") throw nb::value_error(("kind is " + kind + ", expected rms or layer").c_str());
   const Dtype x = dtype_of(x_dtype);
-  cuda::Plan plan = !has_gates ? cuda::make_plan(forward ? cuda::Way::forward : cuda::Way::backward, kind_of(kind), x,
-                                                 cols, max_cluster)
-                    : forward  ? cuda::make_gated_forward_plan(x, cols, gated == "first")
-                               : cuda::make_gated_backward_plan(x, cols, max_cluster);
-  if (adds && !forward) plan = cuda::beside_extra_operand(plan);
-  const int rows_per_team =
-      forward ? cuda::rows_at_once(plan.threads_per_row, plan.vectors, has_gates || adds ? 2 : 1) : 1;
+  const auto answer =
+      cuda::answer({op == "forward", kind == "layer", x, cols, max_cluster, gated != "", gated == "first", adds});
+  if (!answer) throw nb::value_error("no kernel has gates for such rows");
+  const cuda::Plan& plan = answer->plan;
   nb::dict out;
   out["regime"] = plan.regime();
-  out["rows_per_block"] = plan.rows_per_block * rows_per_team;
-  out["rows_per_team"] = rows_per_team;
+  out["rows_per_block"] = plan.rows_per_block * answer->rows_at_once;
+  out["rows_per_team"] = answer->rows_at_once;
   out["blocks_per_row"] = plan.blocks_per_row;
   out["threads_per_row"] = plan.threads_per_row * plan.blocks_per_row;
   out["elements_per_thread"] = plan.vectors * cuda::vector_of(x);
   out["segments"] = plan.segments;
-  out["registers"] = registers_of(plan, forward, kind == "layer", cols % cuda::vector_of(x) == 0, x, gated, adds);
+  out["registers"] = answer->registers;
   out["ring"] = plan.vectors > 0 && (op == "backward" || plan.blocks_per_row > 1);
   return out;
 }

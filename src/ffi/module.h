@@ -8,7 +8,6 @@
 
 #include "ffi/table.h"
 #include "ops/norm/call.h"
-#include "ops/norm/gated.h"
 #include "ops/shared/quantization.h"
 
 namespace jaxnorm {

@@ -12,8 +12,9 @@ set(JAXNORM_UNITS "${CMAKE_CURRENT_BINARY_DIR}/units")
 include(cmake/units.cmake)
 jaxnorm_find(sources cuda/*.cu cuda/*.cc)
 list(FILTER sources EXCLUDE REGEX "/quantized_dot/")  # cuBLASLt's
-list(APPEND sources
-  ${jaxnorm_units} src/engine/cuda/partials.cu src/engine/cuda/grad_schedule.cc src/engine/cuda/plan.cc)
+set(plans src/engine/cuda/plan.cc "${CMAKE_CURRENT_SOURCE_DIR}/src/ops/norm/cuda/plan.cc")
+list(APPEND sources ${jaxnorm_units} src/engine/cuda/partials.cu ${plans})
+list(REMOVE_DUPLICATES sources)
 set_source_files_properties(${sources} PROPERTIES LANGUAGE CXX COMPILE_OPTIONS "-xc++")
 jaxnorm_add_module(_cuda ${sources} tests/emulator/emulator.cc tests/emulator/module.cc
   tests/emulator/moved.cc)
@@ -28,7 +29,6 @@ target_compile_definitions(_cuda PRIVATE JAXNORM_CUDA_ARCHITECTURES="emulated"
 
 # What tests/test_emulated_kernels.py runs, `programs`: run_device has a GPU of its own, and `alone` is a library.
 find_package(Threads REQUIRED)
-set(plans src/engine/cuda/grad_schedule.cc src/engine/cuda/plan.cc)
 set_source_files_properties(tests/toy/l2_norm.cu src/engine/cuda/device.cu PROPERTIES
   LANGUAGE CXX COMPILE_OPTIONS "-xc++")
 add_executable(run_plans EXCLUDE_FROM_ALL tests/emulator/run_plans.cc src/ops/qk_norm_rotary/cuda/plan.cc ${plans})

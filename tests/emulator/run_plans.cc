@@ -3,12 +3,9 @@
 #include <cstdio>
 #include <initializer_list>
 
-#include "engine/cuda/grad_regimes.cuh"
-#include "ops/cross_entropy/cuda.h"
-#include "ops/norm/cuda.h"
-#include "ops/norm/gated.h"
+#include "ops/norm/cuda/grad_loop.cuh"
 #include "ops/qk_norm_rotary/cuda/rotary.cuh"
-#include "ops/softmax/cuda.h"
+#include "ops/softmax/cuda/regimes.h"
 
 namespace {
 
@@ -33,18 +30,13 @@ void expect_regime(const char* what, RegimeList<R...> regimes, const Plan& plan,
 
 template <typename X>
 void test(int64_t cols, int max_cluster) {
-  const auto test_kind = [&](auto kind) {
-    constexpr Kind KIND = decltype(kind)::value;
-    const Plan plan = make_plan(Way::backward, KIND, kDtype<X>, cols, max_cluster);
-    if (plan.segments > 0) return;  // these have kernels for any length
-    for (const Plan& each : {plan, beside_extra_operand(plan)}) {
-      expect_regime<X>("norm", grad_regimes<KIND, X>(), each, cols, max_cluster);
-      if (plan.blocks_per_row == 1)
-        expect_regime<X>("small batch", small_batch_regimes<X>(grad_regimes<KIND, X>()), each, cols, max_cluster);
+  const Plan norm = make_backward_plan(kDtype<X>, cols, max_cluster);
+  if (norm.segments == 0)  // rows in segments have kernels for any length
+    for (const Plan& each : {norm, beside_extra_operand(norm)}) {
+      expect_regime<X>("norm", grad_regimes<X>(), each, cols, max_cluster);
+      if (norm.blocks_per_row == 1)
+        expect_regime<X>("small batch", small_batch_regimes<X>(grad_regimes<X>()), each, cols, max_cluster);
     }
-  };
-  test_kind(std::integral_constant<Kind, Kind::rms>{});
-  test_kind(std::integral_constant<Kind, Kind::layer>{});
   if (cols > kGatedCols) return;
   const Plan plan = make_gated_backward_plan(kDtype<X>, cols, max_cluster);
   expect_regime<X>("gated", busy_grad_regimes<X>(), plan, cols, max_cluster);

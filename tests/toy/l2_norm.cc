@@ -2,7 +2,6 @@
 #include "toy/l2_norm.h"
 
 #include "engine/cpu/row_loop.h"
-#include "engine/cpu/stats.h"
 #include "ffi/cpu.h"
 #include "ffi/table.h"
 #include "ops/shared/cpu/grad.h"

@@ -1,6 +1,6 @@
 // The CUDA kernels of the L2 norm: its functors, and their launches.
-#include "engine/cuda/grad_launch.cuh"
 #include "l2_norm.h"
+#include "ops/norm/cuda/grad_loop.cuh"
 #include "ops/shared/cuda/load.cuh"
 #include "ops/shared/cuda/stats.cuh"
 
@@ -61,7 +61,7 @@ struct L2NormOp : RowOp<X, Norm> {
 template <typename X>
 cudaError_t run_as(const L2NormForward& p, cudaStream_t stream) {
   constexpr int N = kVector<X>;
-  const Plan plan = make_plan(cuda::Way::forward, Kind::rms, kDtype<X>, p.cols, current_device().max_cluster());
+  const Plan plan = make_forward_plan(/*centred=*/false, kDtype<X>, p.cols, current_device().max_cluster());
   return with_regime<ForwardRegimes<sizeof(X)>>(plan, [&](auto regime) {
     RowsLaunch launch(plan, p.cols, N, {});
     return RowLauncher<L2NormOp<X>, decltype(regime)>{p, plan, launch, stream}.run(p.cols % N == 0 &&
@@ -117,15 +117,14 @@ struct L2NormWays {
 
 template <typename X>
 cudaError_t run_as(const L2NormBackward& p, cudaStream_t stream) {
-  const Plan plan = make_plan(cuda::Way::backward, Kind::rms, kDtype<X>, p.cols, current_device().max_cluster());
+  const Plan plan = make_backward_plan(kDtype<X>, p.cols, current_device().max_cluster());
   if (plan.segments > 0) return cudaErrorNotSupported;
   GradRoom room;
   const cudaError_t error = make_room({}, {false, false, 0}, plan, kDtype<X>, p.rows, p.cols, {}, room);
   if (error != cudaSuccess || p.rows == 0) return error;
   const GradCall<GradState> call{p.rows, p.cols, p.dy, p.x, {}, {}, {p.rstd}, p.dx, 0, 0};
   const bool aligned = p.cols % kVector<X> == 0 && are_aligned<kVector<X>>(p.dy, p.x, p.dx);
-  return launch_grad_rows<L2NormWays<L2NormGradOp<X>>>(grad_regimes<Kind::rms, X>(), call, plan, {}, room, aligned,
-                                                       stream);
+  return launch_grad_rows<L2NormWays<L2NormGradOp<X>>>(grad_regimes<X>(), call, plan, {}, room, aligned, stream);
 }
 
 template <typename P>

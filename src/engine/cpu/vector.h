@@ -1,4 +1,4 @@
-// The vector vocabulary of the kernels: W floats, however x, y or a weight is stored.
+// The vector vocabulary of the kernels: W floats, however x, y or a weight is stored, and the types of their elements.
 //
 // Everything is in an unnamed namespace because this file is compiled with several instruction sets into one library:
 // a function with external linkage could be merged by the linker into the version that this processor cannot run.
@@ -7,6 +7,8 @@
 
 #include <cstdint>
 #include <cstring>
+
+#include "operands.h"
 
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -269,6 +271,38 @@ float max_of_lanes(Vec v) {
   const float a = parts[0][0] > parts[0][2] ? parts[0][0] : parts[0][2];
   const float b = parts[0][1] > parts[0][3] ? parts[0][1] : parts[0][3];
   return a > b ? a : b;
+}
+
+// From dtypes, known when a kernel is called, to the types that stand for them when it is compiled.
+template <class F>
+void with_type(Dtype dtype, F f) {
+  switch (dtype) {
+    case Dtype::f32:
+      return f(float{});
+    case Dtype::f16:
+      return f(F16{});
+    default:
+      return f(BF16{});
+  }
+}
+
+template <class T>
+constexpr Dtype dtype_of = Dtype::f32;
+template <>
+constexpr Dtype dtype_of<F16> = Dtype::f16;
+template <>
+constexpr Dtype dtype_of<BF16> = Dtype::bf16;
+
+// Calls f(X{}, Y{}) with the types that stand for a supported pair of dtypes.
+template <class F>
+void with_types(Dtype x, Dtype y, F f) {
+  with_type(x, [&](auto x_type) {
+    using X = decltype(x_type);
+    with_type(y, [&](auto y_type) {
+      using Y = decltype(y_type);
+      if constexpr (is_supported(dtype_of<X>, dtype_of<Y>)) f(X{}, Y{});
+    });
+  });
 }
 
 }  // namespace

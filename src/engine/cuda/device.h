@@ -1,8 +1,11 @@
-// What the launches have to know of the current device, asked once.
+// What launches have to know: of the current device, asked once, and of a dtype.
 #pragma once
 
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
 #include <cuda_runtime_api.h>
 
+#include "operands.h"
 #include "platforms.h"
 
 namespace jaxnorm::cuda {
@@ -45,5 +48,12 @@ cudaError_t prepare_device();
 
 // After prepare_device. Of a device that could not be asked, one that can do nothing.
 const Device& current_device();
+
+// From a dtype to the code for it: f with a value of the type.
+template <typename F>
+cudaError_t with_dtype(Dtype dtype, F f) {
+  if (dtype == Dtype::f32) return f(float{});
+  return dtype == Dtype::f16 ? f(__half{}) : f(__nv_bfloat16{});
+}
 
 }  // namespace jaxnorm::cuda

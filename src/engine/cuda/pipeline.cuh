@@ -10,7 +10,7 @@
 #include <climits>
 #include <tuple>
 
-#include "engine/cuda/cluster.cuh"
+#include "engine/cuda/ptx.cuh"
 #include "engine/cuda/thread_group.cuh"
 
 namespace jaxnorm::cuda {

@@ -1,10 +1,91 @@
-// The loops over rows that all forward ops go through, with what an op does with a row (row_op.cuh): a direct one, and
-// one of clusters whose rows come by way of pipelines, which two more do with rows in registers (held_rows.cuh).
+// The loops over rows that all forward ops go through: a direct one, and three of clusters whose rows come by way of
+// pipelines.
+//
+// What an op is to them: a struct derived from RowOp, with
+//
+//   Params                          what its kernels know of a call: rows, cols and what its functors look at
+//   Load<Tile>                      how rows reach a thread group (ops/shared/cuda/load.cuh)
+//   Stats                           what has to be known of a whole row (ops/shared/cuda/stats.cuh)
+//   Epilogue<R, Tile>               from a thread group's rows and their statistics, the results: of the direct loop,
+//   PipelinedEpilogue<R, Tile>      and of the pipelined one
+//
+// An epilogue is made before the statistics are known, so that what it loads is on its way meanwhile.
 #pragma once
 
-#include "engine/cuda/held_rows.cuh"
+#include "engine/cuda/fragment.cuh"
+#include "engine/cuda/launch.cuh"
 
 namespace jaxnorm::cuda {
+
+// The rows that a thread group has under way at once. Those past the last row are not to be written.
+template <typename Fragment, typename Statistics, int ROWS>
+struct RowBatch {
+  static constexpr int kRows = ROWS;
+  Fragment x[ROWS];
+  Statistics s[ROWS];
+  const int64_t first, distance;
+  const int64_t& end;  // the kernel's parameter: a copy would be kept in registers
+
+  __device__ int64_t row(int r) const { return first + r * distance; }
+  __device__ bool is_there(int r) const { return row(r) < end; }
+  // The same, as there is a first row.
+  __device__ bool is_written(int r) const { return r == 0 || is_there(r); }
+  // Past the last row, the first one again.
+  __device__ int64_t row_to_read(int r) const { return is_there(r) ? row(r) : first; }
+};
+
+// STREAM: the type of what is normalised, by whose vectors rows go. ARRAYS: of which a thread has a row at hand.
+template <typename STREAM, typename STATS, int ARRAYS = 1>
+struct RowOp {
+  using Stream = STREAM;
+  using Stats = STATS;
+  using Launch = RowsLaunch;
+
+  template <typename R, Access ACCESS>
+  using Tile =
+      std::conditional_t<ACCESS == Access::elementwise, RereadTiling<Stream, R, ACCESS>, Tiling<Stream, R, ACCESS>>;
+
+  // Rows of a thread group under way at once.
+  template <typename R>
+  static constexpr int kRows = R::template kRows<ARRAYS>;
+
+  // Registers of a thread; 0: as many as the compiler likes.
+  template <typename R, Access ACCESS>
+  static constexpr int kRegisters = kIsPipelined<ACCESS> ? 128
+                                    : ARRAYS == 1        ? R::kRegisters.one_array
+                                                         : R::kRegisters.two_arrays;
+
+  // A grid holds a thread group for every row. Yet a loop keeps the compiler from having more under way than it has
+  // registers for, where rows go by elements or have many vectors of two arrays.
+  template <typename Tile>
+  static constexpr bool kLoops = Tile::N == 1 || (ARRAYS > 1 && Tile::VECTORS == 8);
+
+  // Whether clusters with pipelines draw tickets for their rows.
+  template <Access ACCESS>
+  static constexpr bool kDynamic = false;
+
+  // Whether fragments of pipelined rows are in registers once they were read: see held_rows.
+  static constexpr bool kHolds = false;
+
+  // The same of two rows at once: see rows_ahead.
+  template <typename R>
+  static constexpr bool kHoldsTwo = false;
+};
+
+// What epilogues need only if they say so.
+struct RowEpilogue {
+  static constexpr int kSharedBytes = 0;   // of the direct loop: shared memory of a thread
+  static constexpr bool kReduces = false;  // of the pipelined loop: whether it has a reduction of its own
+};
+
+// The statistics of a thread group's row, which its first thread writes where they are wanted. MAY_BE_PAST: whether the
+// row may come after the last one.
+template <typename Stats, bool MAY_BE_PAST, typename P, typename Group>
+__device__ auto collect_statistics(const P& p, Group& group, int64_t row) {
+  const auto s = Stats::finish(p, group.collect(), group.reciprocal());
+  if (group.rank + group.begin == 0 && (!MAY_BE_PAST || row < p.rows)) Stats::write(p, s, row);
+  return s;
+}
 
 template <typename Op, typename R, Access ACCESS>
 __device__ __forceinline__ void direct_rows(const typename Op::Params& p, const typename Op::Launch& launch) {
@@ -92,6 +173,76 @@ __device__ __forceinline__ void pipelined_rows(const typename Op::Params& p, con
       if constexpr (kDynamic) pipeline.ticket(group.ticket());
       pipeline.release();
     }
+  }
+}
+
+// As pipelined_rows, for ops that keep the row in registers: shared memory has only rows that come. Their room is
+// filled again at once, and the exchange is waited for meanwhile. So there is room for rows of which shared memory has
+// no more than one.
+template <typename Op, typename R, Access ACCESS>
+__device__ __forceinline__ void held_rows(const typename Op::Params& p, const typename Op::Launch& launch,
+                                          char* shared) {
+  using Stats = typename Op::Stats;
+  using Tile = typename Op::template Tile<R, ACCESS>;
+  using Load = typename Op::template Load<Tile>;
+  ThreadGroup<R::kThreads, typename Stats::Part, R::kCluster> group(launch.threads_per_row, p.cols, launch.span,
+                                                                    launch.reciprocal_cols);
+  const Rows rows = launch.backwards(group.index, 1);
+  auto pipeline = Load::pipeline(p, group, launch.pipeline, shared, rows);
+  typename Op::template PipelinedEpilogue<R, Tile> epilogue(p, group, shared);
+  pipeline.acquire_rest();
+  const float cols = warp_cols<Tile>(group);
+  for (int64_t row = rows.start(0); rows.has(row); row += rows.step) {
+    typename Load::Fragment x;
+    pipeline.wait();
+    Load::newest(x, p, group, pipeline, row);
+    pipeline.release();
+    group.publish(Stats::template warp_part<Tile>(x, group, cols));
+    pipeline.synced();
+    const auto s = collect_statistics<Stats, false>(p, group, row);
+    epilogue.template finish<Load>(p, launch, group, s, row, x);
+  }
+}
+
+// The same with two rows in registers: while the blocks of a cluster exchange the statistics of one, they have those of
+// the next to compute. A row's place is filled again once its statistics are known, as a ticket may come with them.
+template <typename Op, typename R, Access ACCESS>
+__device__ __forceinline__ void rows_ahead(const typename Op::Params& p, const typename Op::Launch& launch,
+                                           char* shared) {
+  using Stats = typename Op::Stats;
+  using Tile = typename Op::template Tile<R, ACCESS>;
+  using Load = typename Op::template Load<Tile>;
+  constexpr bool kDynamic = Op::template kDynamic<ACCESS>;
+  using Part = std::conditional_t<kDynamic, typename Stats::TicketPart, typename Stats::Part>;
+  ThreadGroup<R::kThreads, Part, R::kCluster> group(launch.threads_per_row, p.cols, launch.span,
+                                                    launch.reciprocal_cols);
+  const auto rows = launch.template cluster_rows<kDynamic>(group.index);
+  auto pipeline = Load::pipeline(p, group, launch.pipeline, shared, rows);
+  typename Op::template PipelinedEpilogue<R, Tile> epilogue(p, group, shared);
+  pipeline.acquire_rest();
+  const float cols = warp_cols<Tile>(group);
+  typename Load::Fragment x, coming;
+  [[maybe_unused]] float ticket = 0;
+  if constexpr (kDynamic) ticket = rows.take_ticket(group);
+  int64_t row = -1, next = rows.start(0), after = -1;
+  for (; row >= 0 || next >= 0; row = next, next = after, x = coming) {
+    if (next >= 0) {
+      pipeline.wait();
+      Load::newest(coming, p, group, pipeline, next);
+      group.publish(Stats::template warp_part<Tile>(coming, group, cols), ticket);
+      if constexpr (kDynamic) {
+        ticket = rows.take_ticket(group);
+        after = pipeline.upcoming_row();
+      } else {
+        after = next + rows.step;
+      }
+    }
+    if (row < 0) continue;
+    const auto s = collect_statistics<Stats, false>(p, group, row);
+    if constexpr (kDynamic) pipeline.ticket(group.ticket());
+    pipeline.release();
+    pipeline.synced();
+    epilogue.template finish<Load>(p, launch, group, s, row, x);
   }
 }
 

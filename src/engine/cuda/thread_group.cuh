@@ -5,8 +5,8 @@
 
 #include <type_traits>
 
-#include "engine/cuda/cluster.cuh"
 #include "engine/cuda/plan.h"
+#include "engine/cuda/ptx.cuh"
 #include "engine/cuda/vector.cuh"
 
 namespace jaxnorm::cuda {

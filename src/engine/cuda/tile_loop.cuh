@@ -66,7 +66,6 @@ __global__ void __launch_bounds__(kTileThreads, 4)
 template <typename Op>
 cudaError_t launch_tiles(const typename Op::Params& p, cudaStream_t stream) {
   constexpr int N = kUnit<typename Op::X, typename Op::Y>;
-  const auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
   const int64_t vectors = ceil_div(p.cols, N), count = ceil_div(vectors, kTileThreads);
   // Tiles begin on whole warps. Of rows that fit a block the next follows in memory as it does in the block.
   const int width = static_cast<int>(count == 1 ? vectors : ceil_div(ceil_div(vectors, count), kWarp) * kWarp);

@@ -1,7 +1,7 @@
 // What a call runs on the CPU: `run` on the threads that it is given, and the kernels of an instruction set.
 #pragma once
 
-#include "engine/cpu/parallel.h"
+#include "engine/cpu/launch.h"
 #include "ops/group_norm/call.h"
 #include "ops/group_norm/cpu/group_tile.h"
 

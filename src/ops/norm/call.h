@@ -3,16 +3,24 @@
 //   y  = x_hat * (scale + scale_offset) + bias,   x_hat = (x - mean) * rstd   (RMSNorm: no mean)
 //   dx = rstd * (g - mean(g) - x_hat * mean(g * x_hat)),   g = dy * (scale + scale_offset)   (RMSNorm: no mean(g))
 //   dscale = sum over rows of dy * x_hat,   dbias = sum over rows of dy
+//
+// x may be a sum, y quantised, and RMSNorm gated: with a = activation(gate) and h what is normalised,
+//
+//   gate first:  h = x * a,   y = h_hat * (scale + scale_offset)
+//   gate last:   h = x,       y = h_hat * (scale + scale_offset) * a
 #pragma once
 
 #include "operands.h"
+#include "ops/shared/activation.h"
+#include "ops/shared/quantization.h"
+#include "platforms.h"
 
 namespace jaxnorm {
 
 enum class Kind : uint8_t { rms, layer };
 
-// The longest row that has weights of its own beside those of other rows.
-constexpr int64_t kPerHeadCols = 1 << 13;
+// The longest row that has weights of its own beside those of other rows, and the longest with a gate.
+constexpr int64_t kPerHeadCols = 1 << 13, kGatedCols = 1 << 14;
 
 // Rows are contiguous: element (r, c) of an array of rows lies at r * cols + c, unless it has a stride of its own.
 struct NormOperands {
@@ -93,6 +101,74 @@ Op of_sum(Op p) {
   return p;
 }
 
+// A result of 8 bits, of x or of a sum: y as of `Quantization`. Where it is wanted, y is written as well, rounded.
+struct QuantizedNormForward : NormOperands, AddFirst {
+  Quantization quantized;
+  Output y;  // null where it is not wanted
+};
+
+struct ScaledAddQuantizedNormForward : QuantizedNormForward {
+  Input branch_scale;  // as of ScaledAddNormForward, with rows of its own
+  RowMap branch_rows;
+};
+
+inline Addition addition_of(const ScaledAddQuantizedNormForward& p) {
+  return {p.x, p.addend, p.sum, p.branch_scale, p.branch_rows};
+}
+
+// The two ops that do the same, where no kernel has all of it.
+inline NormForward norm_of(const QuantizedNormForward& p) {
+  NormForward norm{};
+  static_cast<NormOperands&>(norm) = p;
+  norm.mean = norm.rstd = nullptr;
+  norm.y = p.y;
+  norm.y_stride = p.cols;
+  norm.multiply_before_cast = true;
+  return norm;
+}
+
+inline QuantizedNormForward without_y(QuantizedNormForward p) {
+  p.y = {};
+  return p;
+}
+
+struct Gate {
+  Input data;  // of x's dtype
+  Activation activation = Activation::silu;
+  bool first = false;
+  explicit operator bool() const { return bool{data}; }
+};
+
+// What an op has that multiplies by it.
+struct Gated {
+  Gate gate;
+};
+
+struct GatedNormForward {
+  int64_t rows, cols;
+  Input x, scale;
+  Gate gate;
+  Output y;     // of x's dtype
+  float* rstd;  // a value a row; null where it is not wanted
+  float epsilon, scale_offset;
+  RowMap weight_rows;  // of scale
+};
+
+struct GatedNormBackward {
+  int64_t rows, cols;
+  Input dy, x, scale;  // dy and x are of one dtype
+  Gate gate;
+  const float* rstd;
+  Output dx, dgate, dscale;  // each where it is wanted
+  float scale_offset;
+  RowMap weight_rows;  // of scale and dscale
+  Workspace workspace;
+};
+
+// With a result of 8 bits, of y in f32 that is never stored. Without a bias or an addend; smooth has a row for each of
+// scale's.
+struct GatedNormQuantizedForward : QuantizedNormForward, Gated {};
+
 // Of rows that are sharded over devices: the statistics of a device's shard of each row, which the devices exchange,
 // and y of the shard from the statistics of whole rows.
 
@@ -115,9 +191,35 @@ struct ShardApply {
   bool multiply_before_cast;
 };
 
-// How large a workspace the CUDA kernels want.
+namespace cpu {
+
+// std::bad_alloc: there is no memory for f32 weights, for rows or for sums over them.
+void run(const NormForward& p, const ParallelFor& parallel_for);
+void run(const ScaledAddNormForward& p, const ParallelFor& parallel_for);
+void run(const ScaledAddQuantizedNormForward& p, const ParallelFor& parallel_for);
+void run(const GatedNormForward& p, const ParallelFor& parallel_for);
+void run(const GatedNormQuantizedForward& p, const ParallelFor& parallel_for);
+void run(const NormBackward& p, const ParallelFor& parallel_for);
+void run(const GatedNormBackward& p, const ParallelFor& parallel_for);
+
+}  // namespace cpu
+
+// Nothing here allocates or asks the stream anything: calls may be captured into CUDA graphs.
 namespace cuda {
 
+// cudaErrorMemoryAllocation: the workspace has too little room for any way to compute the op.
+Outcome run(const NormForward& p, Stream stream);
+Outcome run(const ScaledAddNormForward& p, Stream stream);
+Outcome run(const ScaledAddQuantizedNormForward& p, Stream stream);
+Outcome run(const GatedNormForward& p, Stream stream);
+Outcome run(const GatedNormQuantizedForward& p, Stream stream);
+Outcome run(const NormBackward& p, Stream stream);
+Outcome run(const GatedNormBackward& p, Stream stream);
+Outcome run(const ShardStatistics& p, Stream stream);
+Outcome run(const ShardApply& p, Stream stream);
+Outcome add(const Addition& p, int64_t rows, int64_t cols, Stream stream);
+
+// How large a workspace they want.
 template <Kind kind>
 WorkspaceSize norm_workspace(const WorkspaceQuery& query);
 WorkspaceSize norm_grad_workspace(const WorkspaceQuery& query);

@@ -14,6 +14,7 @@
 
 #include "ops/norm/call.h"
 #include "ops/shared/mask.h"
+#include "platforms.h"
 
 namespace jaxnorm {
 
@@ -79,9 +80,21 @@ struct QkNormRotaryBackward {
   Workspace workspace;
 };
 
-// How large a workspace the CUDA kernels want.
+namespace cpu {
+
+// std::bad_alloc: there is no memory for f32 weights, for rows or for sums over them.
+void run(const QkNormRotaryForward& p, const ParallelFor& parallel_for);
+void run(const QkNormRotaryBackward& p, const ParallelFor& parallel_for);
+
+}  // namespace cpu
+
 namespace cuda {
 
+// cudaErrorMemoryAllocation: the workspace has too little room for any way to compute the op.
+Outcome run(const QkNormRotaryForward& p, Stream stream);
+Outcome run(const QkNormRotaryBackward& p, Stream stream);
+
+// How large a workspace it wants.
 WorkspaceSize qk_norm_rotary_grad_workspace(const WorkspaceQuery& query);
 
 }  // namespace cuda

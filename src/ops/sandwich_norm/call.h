@@ -102,9 +102,13 @@ void run(const SandwichNormBackward& p, const ParallelFor& parallel_for);
 
 }  // namespace cpu
 
-// How large a workspace the CUDA kernels want.
 namespace cuda {
 
+// cudaErrorMemoryAllocation: the workspace has too little room for any way to compute the op.
+Outcome run(const SandwichNormForward& p, Stream stream);
+Outcome run(const SandwichNormBackward& p, Stream stream);
+
+// How large a workspace they want.
 WorkspaceSize sandwich_norm_workspace(const WorkspaceQuery& query);
 WorkspaceSize sandwich_norm_grad_workspace(const WorkspaceQuery& query);
 

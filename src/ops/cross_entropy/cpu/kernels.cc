@@ -1,7 +1,6 @@
 // The rows of cross-entropy with integer labels, and their launches.
-#include "engine/cpu/isa.h"
-#include "engine/cpu/parallel.h"
-#include "engine/cpu/types.h"
+#include "engine/cpu/launch.h"
+#include "engine/cpu/vector.h"
 #include "ops/cross_entropy/call.h"
 #include "ops/shared/cpu/logits.h"
 

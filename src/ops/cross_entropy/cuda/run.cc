@@ -1,5 +1,5 @@
 // From a call of cross-entropy to the code for its dtype.
-#include "engine/cuda/dtypes.h"
+#include "engine/cuda/device.h"
 #include "ops/cross_entropy/cuda.h"
 
 namespace jaxnorm::cuda {

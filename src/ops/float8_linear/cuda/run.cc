@@ -1,5 +1,5 @@
 // The launches of what a linear layer in float8 rounds.
-#include "engine/cuda/dtypes.h"
+#include "engine/cuda/device.h"
 #include "ops/float8_linear/cuda.h"
 
 namespace jaxnorm::cuda {

@@ -1,9 +1,7 @@
 // Gated activations, by parts of rows, and their launches.
 #include "engine/cpu/columns.h"
-#include "engine/cpu/isa.h"
-#include "engine/cpu/memory.h"
-#include "engine/cpu/parallel.h"
-#include "engine/cpu/types.h"
+#include "engine/cpu/launch.h"
+#include "engine/cpu/vector.h"
 #include "ops/gated_activation/call.h"
 #include "ops/shared/cpu/activation.h"
 #include "ops/shared/cpu/quantize.h"

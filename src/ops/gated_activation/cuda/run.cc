@@ -1,5 +1,5 @@
 // The launches of gated activations.
-#include "engine/cuda/dtypes.h"
+#include "engine/cuda/device.h"
 #include "ops/gated_activation/cuda.h"
 
 namespace jaxnorm::cuda {

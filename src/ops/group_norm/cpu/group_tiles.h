@@ -6,7 +6,7 @@
 #include <memory>
 #include <thread>
 
-#include "engine/cpu/parallel.h"
+#include "engine/cpu/launch.h"
 #include "ops/group_norm/call.h"
 #include "ops/group_norm/cpu/group_tile.h"
 

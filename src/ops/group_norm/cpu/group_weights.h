@@ -5,7 +5,7 @@
 #include <memory>
 #include <vector>
 
-#include "engine/cpu/f32_weight.h"
+#include "engine/cpu/launch.h"
 #include "ops/group_norm/cpu/group_tiles.h"
 
 namespace jaxnorm::cpu {

@@ -1,9 +1,7 @@
 // The tiles of GroupNorm, see group_tile.h.
 #include "engine/cpu/columns.h"
-#include "engine/cpu/memory.h"
 #include "engine/cpu/row_loop.h"
-#include "engine/cpu/types.h"
-#include "engine/cpu/weight.h"
+#include "engine/cpu/vector.h"
 #include "ops/group_norm/call.h"
 #include "ops/group_norm/cpu.h"
 #include "ops/group_norm/cpu/group_tile.h"

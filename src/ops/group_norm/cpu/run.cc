@@ -1,7 +1,7 @@
 // The launches of GroupNorm, and what is made of the sums of its tiles: double, and little work beside them.
 #include <cmath>
 
-#include "engine/cpu/isa.h"
+#include "engine/cpu/launch.h"
 #include "ops/group_norm/cpu.h"
 #include "ops/group_norm/cpu/group_weights.h"
 

@@ -1,7 +1,7 @@
 // The plan of GroupNorm's kernels, how large a workspace they want, and from a call to the code for its dtype.
 #include <algorithm>
 
-#include "engine/cuda/dtypes.h"
+#include "engine/cuda/device.h"
 #include "ops/group_norm/cuda.h"
 
 namespace jaxnorm::cuda {

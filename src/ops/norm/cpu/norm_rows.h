@@ -1,7 +1,6 @@
 // The rows of RMSNorm and LayerNorm.
 #pragma once
 
-#include "engine/cpu/grad_loop.h"
 #include "engine/cpu/row_loop.h"
 #include "ops/norm/call.h"
 #include "ops/shared/cpu/grad.h"

@@ -1,8 +1,9 @@
 // sum = a + b or factor * a + b, rounded to b's type: kernels of their own for the sums that no fused kernel forms.
 // Without b, a in sum's type.
+#include "engine/cuda/device.h"
 #include "engine/cuda/fragment.cuh"
 #include "engine/cuda/launch.cuh"
-#include "ops/norm/cuda.h"
+#include "ops/norm/call.h"
 
 namespace jaxnorm::cuda {
 namespace {
@@ -82,10 +83,8 @@ cudaError_t add_to(const Addition& p, int64_t rows, int64_t cols, cudaStream_t s
 
 }  // namespace
 
-cudaError_t add(const Addition& p, int64_t rows, int64_t cols, cudaStream_t stream) {
-  if (p.sum.dtype == Dtype::f32) return add_to<float>(p, rows, cols, stream);
-  return p.sum.dtype == Dtype::f16 ? add_to<__half>(p, rows, cols, stream)
-                                   : add_to<__nv_bfloat16>(p, rows, cols, stream);
+Outcome add(const Addition& p, int64_t rows, int64_t cols, Stream stream) {
+  return {with_dtype(p.sum.dtype, [&](auto type) { return add_to<decltype(type)>(p, rows, cols, stream); })};
 }
 
 }  // namespace jaxnorm::cuda

@@ -1,8 +1,8 @@
 // Gated RMSNorm, of rows that a block holds.
 #pragma once
 
-#include "ops/norm/cuda.h"
 #include "ops/norm/cuda/affine.cuh"
+#include "ops/norm/cuda/plan.h"
 #include "ops/shared/cuda/activation.cuh"
 #include "ops/shared/cuda/stats.cuh"
 

@@ -4,9 +4,7 @@
 // where dh and dscale follow from h and u as dx and dscale of the norm alone from x and dy.
 #pragma once
 
-#include "engine/cuda/grad_launch.cuh"
-#include "engine/cuda/grad_small_batch.cuh"
-#include "ops/norm/cuda.h"
+#include "ops/norm/cuda/grad_small_batch.cuh"
 #include "ops/shared/cuda/activation.cuh"
 #include "ops/shared/cuda/norm_grad.cuh"
 

@@ -1,9 +1,8 @@
 // Gated RMSNorm with a quantised result. Rows have the plan of the one without, so that the y that is quantised has the
 // same bits.
-#include "engine/cuda/dtypes.h"
+#include "engine/cuda/device.h"
 #include "ops/norm/cuda/gated_norm.cuh"
 #include "ops/norm/cuda/quantized_epilogue.cuh"
-#include "ops/norm/gated_quantized.h"
 
 namespace jaxnorm::cuda {
 

@@ -1,11 +1,8 @@
 // Which kernel computes the gradients of a call of RMSNorm or LayerNorm.
 #pragma once
 
-#include "engine/cuda/grad_columns.cuh"
-#include "engine/cuda/grad_launch.cuh"
-#include "engine/cuda/grad_long.cuh"
-#include "engine/cuda/grad_small_batch.cuh"
-#include "ops/norm/cuda.h"
+#include "ops/norm/cuda/grad_columns.cuh"
+#include "ops/norm/cuda/grad_small_batch.cuh"
 #include "ops/shared/cuda/norm_grad.cuh"
 
 namespace jaxnorm::cuda {
@@ -37,21 +34,6 @@ struct NormWays {
 
 constexpr SmallBatchLimits kSmallNormBatch{512, 1 << 21};
 
-// Rows in segments that a cluster's shared memory holds all the same: of f32, for whose sums RMSNorm has registers.
-template <Kind KIND, typename X, typename DY>
-constexpr bool kMayBeLong = KIND == Kind::rms && std::is_same_v<X, float> && std::is_same_v<DY, float>;
-
-template <typename X, int WEIGHTS, Extra DSUM>
-using LongNormGrad = NormGrad<Kind::rms, X, X, WEIGHTS, DSUM>;
-
-template <typename X>
-cudaError_t launch_long_norm(const NormBackward& p, const GradCall<NormState>& call, const Plan& plan,
-                             const GradRoom& room, bool aligned, cudaStream_t stream) {
-  if (!aligned || p.dbias) return launch_long_rows<LongNormGrad<X, 2, Extra::in_memory>>(call, plan, room, stream);
-  return p.dsum ? launch_long_rows<LongNormGrad<X, 1, Extra::in_memory>>(call, plan, room, stream)
-                : launch_long_rows<LongNormGrad<X, 1, Extra::absent>>(call, plan, room, stream);
-}
-
 template <Kind KIND, typename X, typename DY>
 cudaError_t launch_norm_grad(const NormBackward& p, cudaStream_t stream);
 
@@ -70,7 +52,7 @@ cudaError_t launch_with_dbias(const NormBackward& p, cudaStream_t stream) {
 template <Kind KIND, typename X, typename DY>
 cudaError_t launch_norm_grad(const NormBackward& p, cudaStream_t stream) {
   constexpr int N = kVector<X>;
-  Plan plan = make_plan(Way::backward, KIND, kDtype<X>, p.cols, current_device().max_cluster());
+  Plan plan = make_backward_plan(kDtype<X>, p.cols, current_device().max_cluster());
   if (p.dsum) plan = beside_extra_operand(plan);
   // Rows of dy as well are whole multiples of 16 bytes: they may be copied in bulk.
   const bool aligned = p.cols % N == 0 && p.cols % kVector<DY> == 0 && p.dy_stride % kVector<DY> == 0 &&
@@ -80,34 +62,24 @@ cudaError_t launch_norm_grad(const NormBackward& p, cudaStream_t stream) {
       p.rows, p.cols, p.dy, p.x, p.scale, p.dsum, {p.mean, p.rstd}, p.dx, p.scale_offset, p.dy_stride - p.cols};
   if constexpr (std::is_same_v<X, DY>)
     if (aligned && is_small_batch(call, plan, p.weight_rows, kSmallNormBatch))
-      return launch_small_batch<NormGrad<KIND, X, X, 2, Extra::in_memory>>(grad_regimes<KIND, X>(), call, plan,
-                                                                           p.weight_rows, p.dscale, p.dbias, stream);
+      return launch_small_batch<NormGrad<KIND, X, X, 2, Extra::in_memory>>(grad_regimes<X>(), call, plan, p.weight_rows,
+                                                                           p.dscale, p.dbias, stream);
   if (!p.dx && !p.dscale && !p.dbias) return cudaSuccess;
-  if (plan.segments > 0 && p.weight_rows.count > 1) return cudaErrorInvalidValue;
+  const bool by_columns = plan.segments > 0;
+  if (by_columns && p.weight_rows.count > 1) return cudaErrorInvalidValue;
   if constexpr (KIND == Kind::rms && std::is_same_v<X, DY>)
-    if (plan.segments == 0 && p.dbias) return launch_with_dbias<X>(p, stream);
+    if (!by_columns && p.dbias) return launch_with_dbias<X>(p, stream);
 
-  bool is_long = false;
-  if constexpr (kMayBeLong<KIND, X, DY>)
-    is_long =
-        plan.segments > 0 && plan.blocks_per_row > 1 && has_room_for_long_rows<LongNormGrad<X, 1, Extra::absent>>(plan);
-  const bool by_columns = plan.segments > 0 && !is_long;
   GradRoom room;
-  const GradNeeds needs{bool{p.dscale}, bool{p.dbias}, by_columns && p.dx ? plan.segments : 0};
+  const GradNeeds needs{bool{p.dscale}, bool{p.dbias}, p.dx ? plan.segments : 0};
   cudaError_t error = make_room(p.workspace, needs, plan, kDtype<X>, p.rows, p.cols, p.weight_rows, room);
   // Fewer than the schedule allows: so many blocks of the kernel by columns run at once.
   if (by_columns && aligned)
     room.partials.rows = std::min(room.partials.rows, rows_of_column_blocks(kDtype<X>, p.cols));
-  if (error == cudaSuccess && p.rows > 0) {
-    if (by_columns) {
-      error = launch_columns<NormGrad<KIND, X, DY, 2, Extra::in_memory>>(call, room, aligned, stream);
-    } else if (!is_long) {
-      error = launch_grad_rows<NormWays<KIND, X, DY>>(grad_regimes<KIND, X>(), call, plan, p.weight_rows, room, aligned,
-                                                      stream);
-    } else if constexpr (kMayBeLong<KIND, X, DY>) {
-      error = launch_long_norm<X>(p, call, plan, room, aligned, stream);
-    }
-  }
+  if (error == cudaSuccess && p.rows > 0)
+    error = by_columns ? launch_columns<NormGrad<KIND, X, DY, 2, Extra::in_memory>>(call, room, aligned, stream)
+                       : launch_grad_rows<NormWays<KIND, X, DY>>(grad_regimes<X>(), call, plan, p.weight_rows, room,
+                                                                 aligned, stream);
   if (error != cudaSuccess || !(p.dscale || p.dbias)) return error;
   return sum_partials(room.partials, p.weight_rows.count * p.cols, p.dscale, p.dbias, stream);
 }

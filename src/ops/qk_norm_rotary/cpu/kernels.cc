@@ -1,14 +1,73 @@
-// The rows of queries and keys, normalised and turned.
+// The rows of queries and keys, normalised and turned, and their launches.
 //
 // Tokens go by blocks, for which cosines and sines are computed once for all heads. Rows that lie side by side, those
 // of one token or of one head, are a run: the loops over rows are the engine's.
+#include <cstring>
+
+#include "engine/cpu/launch.h"
 #include "ops/norm/cpu/norm_rows.h"
 #include "ops/qk_norm_rotary/call.h"
-#include "ops/qk_norm_rotary/cpu.h"
-#include "ops/qk_norm_rotary/cpu/sincos.h"
 
 namespace jaxnorm::cpu {
+
+// Of all heads of tokens [begin, end); scales, their gradients and `traffic` as those of the norms.
+struct QkNormRotaryKernels {
+  static const QkNormRotaryKernels baseline, avx2, avx512;
+
+  void (*forward)(const QkNormRotaryForward& p, int64_t begin, int64_t end, int64_t traffic);
+  void (*backward)(const QkNormRotaryBackward& p, int64_t begin, int64_t end, float* dq_scale, float* dk_scale,
+                   int64_t traffic);
+};
+
 namespace {
+
+typedef double Wide __attribute__((vector_size(8 * W)));
+typedef int64_t WideInts __attribute__((vector_size(8 * W)));
+
+// Sine and cosine of float32 angles to about 1 ulp, however large.
+struct SinCos {
+  Vec sin, cos;
+};
+
+// Those of one lane after the other, by the C library, which reduces any angle exactly.
+SinCos sincos_by_lane(Vec angle) {
+  SinCos result;
+  for (int i = 0; i < W; ++i) {
+    result.sin[i] = static_cast<float>(__builtin_sin(angle[i]));
+    result.cos[i] = static_cast<float>(__builtin_cos(angle[i]));
+  }
+  return result;
+}
+
+// In float64, so that the reduction to [-pi/4, pi/4] loses nothing. Pi/2 is in two parts, of which the first has 33
+// bits: its product with a quadrant below 2^20 is exact.
+SinCos sincos_of(Vec angle) {
+  constexpr float kLargest = 1 << 20;
+  const Bits magnitude = (Bits)angle & 0x7fffffffu, most = (Bits)broadcast(kLargest);
+  const auto are_large = magnitude > most;
+  for (int i = 0; i < W; ++i)
+    if (are_large[i]) return sincos_by_lane(angle);
+
+  constexpr double kTwoOverPi = 0x1.45f306dc9c883p-1, kHalfPi = 0x1.921fb544p0, kHalfPiRest = 0x1.0b4611a626331p-34;
+  constexpr double kShift = 0x1.8p52;  // adding it leaves the rounded number in the last bits
+  const Wide a = __builtin_convertvector(angle, Wide);
+  const Wide shifted = a * kTwoOverPi + kShift, quadrant = shifted - kShift;
+  const Wide r = (a - quadrant * kHalfPi) - quadrant * kHalfPiRest, r2 = r * r;
+  // The series, of which the first terms left out are below 2^-37.
+  constexpr double kSin[] = {1. / 362880, -1. / 5040, 1. / 120, -1. / 6};
+  constexpr double kCos[] = {-1. / 3628800, 1. / 40320, -1. / 720, 1. / 24, -1. / 2};
+  Wide s = Wide{} - 1. / 39916800, c = Wide{} + 1. / 479001600;
+  for (const double coefficient : kSin) s = s * r2 + coefficient;
+  for (const double coefficient : kCos) c = c * r2 + coefficient;
+  s = s * r2 * r + r;
+  c = c * r2 + 1;
+  const Vec sin_r = __builtin_convertvector(s, Vec), cos_r = __builtin_convertvector(c, Vec);
+
+  const Bits turns = __builtin_convertvector((WideInts)shifted, Bits);
+  const auto is_odd = (turns & 1) != 0;
+  const Bits sin_sign = (turns & 2) << 30, cos_sign = ((turns + 1) & 2) << 30;
+  return {(Vec)((Bits)(is_odd ? cos_r : sin_r) ^ sin_sign), (Vec)((Bits)(is_odd ? sin_r : cos_r) ^ cos_sign)};
+}
 
 // What turns the rows of a block of tokens. A token has `width` cosines and then as many sines: one of each pair or, of
 // interleaved pairs, one of each column, the sine of a first column negative. `back`: turned by the negative angles.
@@ -287,5 +346,90 @@ void qk_norm_rotary_grad(const QkNormRotaryBackward& p, int64_t begin, int64_t e
 }  // namespace
 
 const QkNormRotaryKernels QkNormRotaryKernels::JAXNORM_ISA = {cpu::qk_norm_rotary, cpu::qk_norm_rotary_grad};
+
+#ifdef JAXNORM_ONCE
+namespace {
+
+template <class P, class Of>
+int64_t scale_elements(const P& p, const Of& of) {
+  return (of.has_scale_per_head ? of.heads : 1) * p.cols;
+}
+
+// Of q and k, by which tokens are shared out: v changes no sum.
+template <class P>
+int64_t elements_of_token(const P& p) {
+  return std::max<int64_t>(1, (p.q.heads + p.k.heads) * p.cols);
+}
+
+// How many bytes are read and written, by so many arrays of q and of k.
+template <class P>
+int64_t traffic_of(const P& p, int64_t arrays, Dtype dtype) {
+  const int64_t elements = arrays * elements_of_token(p) + (p.v.y ? 2 * p.k.heads * p.cols : 0);
+  return p.tokens * elements * size_of(dtype);
+}
+
+// Of an array that has so many rows of a token, this part's `heads` among them.
+template <class P>
+void expect_heads(const P& p, Output y, int64_t rows, int64_t heads) {
+  if (p.tokens > 0) expect_writes(y, ((p.tokens - 1) * rows + heads) * p.cols);
+}
+
+template <class P>
+void copy_values(const P& p, int64_t begin, int64_t end) {
+  if (!p.v.y) return;
+  const int64_t row = p.cols * size_of(p.v.y.dtype), bytes = p.k.heads * row;
+  const auto* const from = static_cast<const char*>(p.v.x.data);
+  auto* const to = static_cast<char*>(p.v.y.data);
+  for (int64_t token = begin; token < end; ++token) {
+    if (from) {
+      std::memcpy(to + token * p.v.y_rows * row, from + token * p.v.x_rows * row, bytes);
+    } else {
+      std::memset(to + token * p.v.y_rows * row, 0, bytes);
+    }
+  }
+}
+
+}  // namespace
+
+void run(const QkNormRotaryForward& call, const ParallelFor& parallel_for) {
+  QkNormRotaryForward p = call;
+  const F32Weight q_scale(&p.q.scale, p.scale_offset, scale_elements(p, p.q), parallel_for);
+  const F32Weight k_scale(&p.k.scale, p.scale_offset, scale_elements(p, p.k), parallel_for);
+  const int64_t traffic = traffic_of(p, 2, p.q.x.dtype);
+  for (const Heads* of : {&p.q, &p.k}) expect_heads(p, of->y, of->y_rows, of->heads);
+  expect_heads(p, p.v.y, p.v.y_rows, p.k.heads);
+  // Where neighbouring tokens are neighbours in memory, a task has some.
+  const int64_t least = p.inner == 1 ? 1 : 16;
+  for_each_block(parallel_for, p.tokens, std::max(least, kTaskElements / elements_of_token(p)),
+                 [&](int64_t begin, int64_t end) {
+                   kernels<QkNormRotaryKernels>().forward(p, begin, end, traffic);
+                   copy_values(p, begin, end);
+                 });
+}
+
+void run(const QkNormRotaryBackward& call, const ParallelFor& parallel_for) {
+  QkNormRotaryBackward p = call;
+  const F32Weight q_scale(&p.q.scale, p.scale_offset, scale_elements(p, p.q), parallel_for);
+  const F32Weight k_scale(&p.k.scale, p.scale_offset, scale_elements(p, p.k), parallel_for);
+  const int64_t traffic = traffic_of(p, 3, p.q.dy.dtype);
+  for (const HeadsGrad* of : {&p.q, &p.k}) expect_heads(p, of->dx, of->x_rows, of->heads);
+  expect_heads(p, p.v.y, p.v.y_rows, p.k.heads);
+  // Tasks are of tokens, as if each were a row. A sum has as many terms as a task has heads, so that more heads than
+  // 128 count as longer rows.
+  const int64_t cols = std::max(elements_of_token(p), 256 * std::max(p.q.heads, p.k.heads));
+  const GradTasks tasks(p.tokens, cols, {}, /*with_sums=*/p.q.dscale || p.k.dscale);
+  WeightGrad dq_scale(p.q.dscale, tasks, {}, scale_elements(p, p.q));
+  WeightGrad dk_scale(p.k.dscale, tasks, {}, scale_elements(p, p.k));
+  parallel_for(tasks.count(), [&](int64_t task) {
+    float *const q_sums = dq_scale.zeroed(task), *const k_sums = dk_scale.zeroed(task);
+    tasks.for_each_stretch(task, [&](int64_t begin, int64_t end) {
+      kernels<QkNormRotaryKernels>().backward(p, begin, end, q_sums, k_sums, traffic);
+      copy_values(p, begin, end);
+    });
+  });
+  dq_scale.finish(parallel_for);
+  dk_scale.finish(parallel_for);
+}
+#endif
 
 }  // namespace jaxnorm::cpu

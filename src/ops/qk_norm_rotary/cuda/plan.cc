@@ -1,8 +1,7 @@
+#include "ops/qk_norm_rotary/cuda/plan.h"
+
 #include <algorithm>
 #include <cmath>
-
-#include "engine/cuda/grad_schedule.h"
-#include "ops/qk_norm_rotary/cuda.h"
 
 namespace jaxnorm::cuda {
 

@@ -1,8 +1,15 @@
 // From a call to the code for its dtype.
-#include "engine/cuda/dtypes.h"
-#include "ops/qk_norm_rotary/cuda.h"
+#include "engine/cuda/device.h"
+#include "ops/qk_norm_rotary/call.h"
 
 namespace jaxnorm::cuda {
+
+// For each dtype, in units that compile side by side. `back`: turned by the negative angles.
+template <typename X>
+cudaError_t run_qk_norm_rotary(const QkNormRotaryForward& p, bool back, cudaStream_t stream);
+template <typename X>
+cudaError_t run_qk_norm_rotary_grad(const QkNormRotaryBackward& p, cudaStream_t stream);
+
 namespace {
 
 cudaError_t run_forward(const QkNormRotaryForward& p, bool back, cudaStream_t stream) {
@@ -25,11 +32,11 @@ QkNormRotaryForward turning_back(const QkNormRotaryBackward& p) {
 
 }  // namespace
 
-cudaError_t run(const QkNormRotaryForward& p, cudaStream_t stream) { return run_forward(p, false, stream); }
+Outcome run(const QkNormRotaryForward& p, Stream stream) { return {run_forward(p, false, stream)}; }
 
-cudaError_t run(const QkNormRotaryBackward& p, cudaStream_t stream) {
-  if (p.norm == HeadNorm::none) return run_forward(turning_back(p), true, stream);
-  return with_dtype(p.q.dy.dtype, [&](auto type) { return run_qk_norm_rotary_grad<decltype(type)>(p, stream); });
+Outcome run(const QkNormRotaryBackward& p, Stream stream) {
+  if (p.norm == HeadNorm::none) return {run_forward(turning_back(p), true, stream)};
+  return {with_dtype(p.q.dy.dtype, [&](auto type) { return run_qk_norm_rotary_grad<decltype(type)>(p, stream); })};
 }
 
 }  // namespace jaxnorm::cuda

@@ -3,9 +3,8 @@
 // What is kept of a row ends at a border in the order of its columns. It is found without a sort: by the digits of the
 // logits' bits, the first ones first, with the columns that share those so far.
 #include "engine/cpu/columns.h"
-#include "engine/cpu/isa.h"
-#include "engine/cpu/parallel.h"
-#include "engine/cpu/types.h"
+#include "engine/cpu/launch.h"
+#include "engine/cpu/vector.h"
 #include "ops/sample/call.h"
 #include "ops/shared/cpu/exp.h"
 #include "ops/shared/cpu/mask.h"

@@ -8,7 +8,7 @@
 
 #include <cfloat>
 
-#include "engine/cuda/cluster.cuh"
+#include "engine/cuda/ptx.cuh"
 #include "engine/cuda/thread_group.cuh"
 
 namespace jaxnorm::cuda::sampling {

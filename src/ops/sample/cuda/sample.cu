@@ -6,8 +6,8 @@
 // 3. The sum of what is kept, warp by warp.
 // 4. The column at which u times the sum is passed: in which warp's columns, of these in which lane's, and which of
 // them.
+#include "engine/cuda/fragment.cuh"
 #include "engine/cuda/launch.cuh"
-#include "engine/cuda/unaligned.cuh"
 #include "ops/sample/call.h"
 #include "ops/sample/cuda/border.cuh"
 #include "ops/shared/cuda/logits.cuh"

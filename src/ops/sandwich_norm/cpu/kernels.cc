@@ -1,8 +1,5 @@
 // The rows of the sandwich norm, and their launches.
-#include "engine/cpu/f32_weight.h"
-#include "engine/cpu/grad_tasks.h"
-#include "engine/cpu/isa.h"
-#include "engine/cpu/parallel.h"
+#include "engine/cpu/launch.h"
 #include "ops/norm/cpu/norm_rows.h"
 #include "ops/sandwich_norm/call.h"
 

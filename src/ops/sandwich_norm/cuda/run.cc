@@ -1,18 +1,22 @@
 // From a call of the sandwich norm to the code for its dtype.
 #include <algorithm>
 
-#include "engine/cuda/dtypes.h"
-#include "ops/norm/cuda.h"
-#include "ops/sandwich_norm/cuda.h"
+#include "engine/cuda/device.h"
+#include "ops/norm/cuda/plan.h"
+#include "ops/sandwich_norm/call.h"
 
 namespace jaxnorm::cuda {
+
+// Compiled in a unit of its own. cudaErrorNotSupported: no one kernel does it.
+template <typename X>
+cudaError_t run_sandwich_norm(const SandwichNormForward& p, const Plan& plan, cudaStream_t stream);
+
 namespace {
 
-// Whether rows of f32 may have sums of another order beside a dy of a half type: those that vectors do not divide and
-// those in segments go by other kernels then.
+// Whether rows of f32 may have sums of another order beside a dy of a half type: those that vectors do not divide go by
+// other kernels then, and those in segments by other blocks.
 bool depends_on_dtype_of_dy(int64_t cols) {
-  return cols % vector_of(Dtype::f32) != 0 ||
-         make_plan(Way::backward, Kind::rms, Dtype::f32, cols, kMaxCluster).segments > 0;
+  return cols % vector_of(Dtype::f32) != 0 || make_backward_plan(Dtype::f32, cols, kMaxCluster).segments > 0;
 }
 
 // Whether daddend is widened to x's type before the first norm's gradient reads it: as two norms one after the other
@@ -27,19 +31,19 @@ bool widens(const SandwichNormBackward& p) {
 
 }  // namespace
 
-cudaError_t run(const SandwichNormForward& p, cudaStream_t stream) {
-  if (p.rows == 0) return cudaSuccess;
+Outcome run(const SandwichNormForward& p, Stream stream) {
+  if (p.rows == 0) return {cudaSuccess};
   const NormForward post_norm = post_norm_of(p);
   const cudaError_t fused = with_dtype(p.x.dtype, [&](auto type) {
     return run_sandwich_norm<decltype(type)>(p, forward_plan(post_norm, p.x.dtype), stream);
   });
-  if (fused != cudaErrorNotSupported) return fused;
-  const cudaError_t error = run(post_norm, stream);
-  return error == cudaSuccess ? run(add_norm_of(p), stream) : error;
+  if (fused != cudaErrorNotSupported) return {fused};
+  const Outcome outcome = run(post_norm, stream);
+  return outcome == cudaSuccess ? run(add_norm_of(p), stream) : outcome;
 }
 
 // Two norms, each by its own kernels. The workspace serves one after the other.
-cudaError_t run(const SandwichNormBackward& call, cudaStream_t stream) {
+Outcome run(const SandwichNormBackward& call, Stream stream) {
   SandwichNormBackward p = call;
   const int64_t elements = p.rows * p.cols;
   const auto keep = [&](Dtype dtype) -> Output {
@@ -50,23 +54,23 @@ cudaError_t run(const SandwichNormBackward& call, cudaStream_t stream) {
   const bool is_widened = widens(p);
   Output daddend = p.daddend;
   if (p.goes_on() && !daddend) {
-    if (p.workspace.floats < elements) return cudaErrorMemoryAllocation;
+    if (p.workspace.floats < elements) return {cudaErrorMemoryAllocation};
     daddend = keep(p.sum.dtype);
   }
   const Output received = is_widened ? keep(p.x.dtype) : daddend;
   if (daddend || p.dscale)
-    if (const cudaError_t error = run(sum_grad_of(p, daddend), stream); error != cudaSuccess) return error;
-  if (!p.goes_on()) return cudaSuccess;
+    if (const Outcome outcome = run(sum_grad_of(p, daddend), stream); outcome != cudaSuccess) return outcome;
+  if (!p.goes_on()) return {cudaSuccess};
   if (is_widened)
-    if (const cudaError_t error = add({{daddend.data, daddend.dtype}, {}, received}, p.rows, p.cols, stream);
-        error != cudaSuccess)
-      return error;
+    if (const Outcome outcome = add({{daddend.data, daddend.dtype}, {}, received}, p.rows, p.cols, stream);
+        outcome != cudaSuccess)
+      return outcome;
   return run(x_grad_of(p, received), stream);
 }
 
 // Either norm may go by tickets, the second in the addend's dtype.
 WorkspaceSize sandwich_norm_workspace(const WorkspaceQuery& query) {
-  return {0, has_tickets(Kind::rms, query.dtype, query.cols) || has_tickets(Kind::rms, Dtype::f32, query.cols) ? 1 : 0};
+  return {0, has_tickets(false, query.dtype, query.cols) || has_tickets(false, Dtype::f32, query.cols) ? 1 : 0};
 }
 
 WorkspaceSize sandwich_norm_grad_workspace(const WorkspaceQuery& query) {

@@ -4,7 +4,7 @@
 #pragma once
 
 #include "ops/norm/cuda/affine.cuh"
-#include "ops/sandwich_norm/cuda.h"
+#include "ops/sandwich_norm/call.h"
 #include "ops/shared/cuda/stats.cuh"
 
 namespace jaxnorm::cuda {

@@ -2,10 +2,8 @@
 #include <cstring>
 
 #include "engine/cpu/columns.h"
-#include "engine/cpu/isa.h"
-#include "engine/cpu/memory.h"
-#include "engine/cpu/parallel.h"
-#include "engine/cpu/types.h"
+#include "engine/cpu/launch.h"
+#include "engine/cpu/vector.h"
 #include "ops/segment_sum/call.h"
 
 namespace jaxnorm::cpu {

@@ -2,9 +2,7 @@
 #pragma once
 
 #include "engine/cpu/columns.h"
-#include "engine/cpu/memory.h"
-#include "engine/cpu/types.h"
-#include "engine/cpu/weight.h"
+#include "engine/cpu/vector.h"
 #include "ops/norm/call.h"
 
 namespace jaxnorm::cpu {

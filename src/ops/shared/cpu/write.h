@@ -2,8 +2,6 @@
 #pragma once
 
 #include "engine/cpu/columns.h"
-#include "engine/cpu/memory.h"
-#include "engine/cpu/weight.h"
 
 namespace jaxnorm::cpu {
 namespace {

@@ -1,7 +1,7 @@
 // A mask on the device: which columns of a row count, a vector of them at a time.
 #pragma once
 
-#include "engine/cuda/row_map.cuh"
+#include "engine/cuda/launch.cuh"
 #include "engine/cuda/tiling.cuh"
 #include "engine/cuda/vector.cuh"
 #include "ops/shared/mask.h"

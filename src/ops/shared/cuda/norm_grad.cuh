@@ -1,8 +1,8 @@
 // The gradients of RMSNorm and LayerNorm.
 #pragma once
 
-#include "engine/cuda/grad_row.cuh"
 #include "ops/norm/call.h"
+#include "ops/norm/cuda/grad_row.cuh"
 
 namespace jaxnorm::cuda {
 

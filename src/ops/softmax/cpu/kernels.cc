@@ -1,8 +1,7 @@
 // The rows of softmax and log-softmax, and their launches.
-#include "engine/cpu/grad_loop.h"
-#include "engine/cpu/isa.h"
-#include "engine/cpu/parallel.h"
-#include "engine/cpu/types.h"
+#include "engine/cpu/launch.h"
+#include "engine/cpu/row_loop.h"
+#include "engine/cpu/vector.h"
 #include "ops/shared/cpu/grad.h"
 #include "ops/shared/cpu/logits.h"
 #include "ops/softmax/call.h"

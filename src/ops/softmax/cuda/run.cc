@@ -1,7 +1,7 @@
 // From a call of softmax or log-softmax to the code for its dtype, with a plan that is made once.
 #include "engine/cuda/device.h"
-#include "engine/cuda/dtypes.h"
 #include "ops/softmax/cuda.h"
+#include "ops/softmax/cuda/regimes.h"
 
 namespace jaxnorm::cuda {
 
@@ -12,7 +12,7 @@ cudaError_t run(const SoftmaxForward& p, cudaStream_t stream) {
   if (p.rows == 0) return cudaSuccess;
   const Plan plan = p.mask.starts
                         ? make_window_plan(p.x.dtype, p.cols)
-                        : make_plan(Way::forward, Kind::rms, p.x.dtype, p.cols, current_device().max_cluster());
+                        : make_forward_plan(/*centred=*/false, p.x.dtype, p.cols, current_device().max_cluster());
   return with_dtype(p.x.dtype, [&](auto type) { return run_softmax<decltype(type)>(p, plan, stream); });
 }
 
@@ -29,7 +29,7 @@ cudaError_t run(const LogSoftmaxBackward& p, cudaStream_t stream) {
 }
 
 WorkspaceSize softmax_workspace(const WorkspaceQuery& query) {
-  return {0, has_tickets(Kind::rms, query.dtype, query.cols) ? 1 : 0};
+  return {0, has_tickets(/*centred=*/false, query.dtype, query.cols) ? 1 : 0};
 }
 
 }  // namespace jaxnorm::cuda

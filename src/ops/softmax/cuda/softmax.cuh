@@ -3,6 +3,7 @@
 
 #include "ops/shared/cuda/max_sum.cuh"
 #include "ops/softmax/cuda.h"
+#include "ops/softmax/cuda/regimes.h"
 
 namespace jaxnorm::cuda {
 

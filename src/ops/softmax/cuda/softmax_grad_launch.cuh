@@ -2,6 +2,7 @@
 #pragma once
 
 #include "ops/softmax/cuda.h"
+#include "ops/softmax/cuda/regimes.h"
 #include "ops/softmax/cuda/softmax_grad.cuh"
 
 namespace jaxnorm::cuda {

@@ -1,4 +1,5 @@
-// How the backward shares out rows among blocks, and what it keeps in its workspace.
+// The plans of gated norms and of gradients, and how gradients share out rows among blocks and what they keep in their
+// workspace: pure functions of shapes and dtypes, as those of engine/cuda/plan.h.
 #pragma once
 
 #include <cstdint>
@@ -6,13 +7,43 @@
 
 #include "engine/cuda/partials.h"
 #include "engine/cuda/plan.h"
-#include "operands.h"
+#include "ops/norm/call.h"
 
 namespace jaxnorm::cuda {
 
-// Multiprocessors of an H100 or H200, for which numbers of blocks are chosen: a GPU's own would give its own order of
-// sums.
-constexpr int kMultiprocessors = 132;
+// Gated rows, of up to kGatedCols. FIRST: the gate is applied before the statistics, and not kept.
+template <int BYTES, bool FIRST>
+struct GatedForwardRegimes {
+  static constexpr auto kTable = kShortRows<BYTES> + kTwoArrayRows<BYTES>;
+};
+template <>
+struct GatedForwardRegimes<2, true> {
+  static constexpr RegimeTable<1> kBlock{{{kWholeBlock, 4, 1, kMaxThreads, kMaxThreads, false}}};
+  static constexpr auto kTable = kShortRows<2> + kBlock;
+};
+
+// The plan of a norm of `stream_dtype`.
+Plan forward_plan(const NormOperands& p, Dtype stream_dtype);
+
+// `first`: as in Gate.
+Plan make_gated_forward_plan(Dtype x, int64_t cols, bool first);
+
+// Elements a thread in the backward, which has a float of scale, dscale and dbias for each.
+constexpr int kElements = 16;
+
+constexpr int kWideThreads = 640;     // threads a block of rows that would leave many of kMaxThreads idle: 96 registers
+constexpr int kThinThreads = 768;     // or, where each has one vector: 80
+constexpr int kSegmentThreads = 128;  // threads a block where rows are cut into segments
+constexpr int kSegment = 4096;        // columns of a segment
+constexpr int kColumnThreads = 512;   // threads a block of the kernel that finishes such rows by columns
+
+Plan make_backward_plan(Dtype x, int64_t cols, int max_cluster);
+
+// That with a third array, from the one without: enough is on its way with fewer rows.
+Plan beside_extra_operand(Plan plan);
+
+// That of a gated norm, whose rows are never cut into segments.
+Plan make_gated_backward_plan(Dtype x, int64_t cols, int max_cluster);
 
 // A grid-stride schedule: each block, or cluster, goes through groups of neighbouring rows, one row for each of its
 // thread groups, that lie equally far apart, so that each thread group keeps its weight row. For that, the groups that
@@ -26,22 +57,6 @@ struct RowSchedule {
   int64_t stride = 0, end = 0;  // rows from a group of a block to its next, and how many there are
   int sums = 1;                 // of different weight rows, that a block leaves
 };
-
-// What a schedule follows from: how many blocks run at once, rows of a group, and how many partial rows there is room
-// for.
-struct ScheduleQuery {
-  int64_t blocks_at_once, rows;
-  RowMap weight_rows;
-  int block_rows;
-  int64_t room;
-};
-
-// Of less room than schedule_rows needs nothing is scheduled.
-int64_t least_partial_rows(RowMap weight_rows, int block_rows);
-RowSchedule schedule_rows(const ScheduleQuery& query);
-
-// How many blocks, or clusters, run at once: the same on every GPU, so that dscale is.
-int64_t grad_blocks_at_once(Dtype x, int64_t cols);
 
 // How many rows of blocks the kernel has that finishes rows in segments column by column, each with a partial row.
 int64_t rows_of_column_blocks(Dtype x, int64_t cols);

@@ -5,9 +5,7 @@
 
 #include <cstdint>
 
-#include "engine/cuda/grad_schedule.h"
 #include "engine/cuda/plan.h"
-#include "operands.h"
 #include "ops/qk_norm_rotary/call.h"
 
 namespace jaxnorm::cuda {
@@ -17,7 +15,7 @@ constexpr int kRotaryThreads = 128;  // of a block
 // The longest row that has fewer units of small vectors.
 constexpr int64_t kShortRotaryCols = 128;
 
-// The thread groups of a block: `lanes` threads a row, each with `units` of two vectors (pair_tiling.cuh). A vector is
+// The thread groups of a block: `lanes` threads a row, each with `units` of two vectors (rotary.cuh). A vector is
 // of two elements or one where longer ones would not divide rows, and the halves of what is rotated.
 struct RotaryTiling {
   int vector, lanes, units;
@@ -73,15 +71,5 @@ struct GradPartials {
 
 cudaError_t make_partials(const QkNormRotaryBackward& p, const HeadTiles& q, const HeadTiles& k,
                           GradPartials& partials);
-
-// cudaErrorMemoryAllocation: the workspace has too little room for any way to compute the op.
-cudaError_t run(const QkNormRotaryForward& p, cudaStream_t stream);
-cudaError_t run(const QkNormRotaryBackward& p, cudaStream_t stream);
-
-// For each dtype, in a file of its own so that they compile side by side. `back`: turned by the negative angles.
-template <typename X>
-cudaError_t run_qk_norm_rotary(const QkNormRotaryForward& p, bool back, cudaStream_t stream);
-template <typename X>
-cudaError_t run_qk_norm_rotary_grad(const QkNormRotaryBackward& p, cudaStream_t stream);
 
 }  // namespace jaxnorm::cuda

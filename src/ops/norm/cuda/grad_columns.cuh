@@ -5,8 +5,8 @@
 // RowsLaunch::backwards gives, and the second does not: it finds in the cache those that the first read last.
 #pragma once
 
-#include "engine/cuda/grad_row.cuh"
-#include "engine/cuda/grad_schedule.h"
+#include "ops/norm/cuda/grad_row.cuh"
+#include "ops/norm/cuda/plan.h"
 
 namespace jaxnorm::cuda {
 

@@ -3,9 +3,7 @@
 // add up.
 #pragma once
 
-#include "engine/cuda/grad_regimes.cuh"
-#include "engine/cuda/grad_row.cuh"
-#include "engine/cuda/grad_schedule.h"
+#include "ops/norm/cuda/grad_loop.cuh"
 
 namespace jaxnorm::cuda {
 
