@@ -19,13 +19,13 @@
 
 #include "engine/cuda/device.h"
 #include "engine/cuda/plan.h"
-#include "ops/cross_entropy/cuda.h"
-#include "ops/gated_activation/cuda.h"
+#include "ops/cross_entropy/call.h"
+#include "ops/gated_activation/call.h"
 #include "ops/norm/cuda.h"
 #include "ops/norm/gated.h"
 #include "ops/norm/quantized.h"
 #include "ops/qk_norm_rotary/cuda.h"
-#include "ops/softmax/cuda.h"
+#include "ops/softmax/call.h"
 
 namespace {
 
@@ -99,7 +99,7 @@ constexpr bool has_workspace<Op, std::void_t<decltype(workspace_floats(std::decl
 template <class Op>
 void call(const Op& op, const char* what) {
   const auto finish = [&](const Op& op) {
-    check(cuda::run(op, nullptr), what);
+    check(cuda::run(op, Stream{}), what);
     check(cudaDeviceSynchronize(), what);
   };
   if constexpr (has_workspace<Op>) {

@@ -5,15 +5,16 @@
 #include <nanobind/stl/vector.h>
 
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "cuda_ops.h"
+#include "engine/cuda/cublaslt.h"
 #include "engine/cuda/device.h"
 #include "engine/cuda/plan.h"
 #include "engine/cuda/regimes.h"
 #include "ffi/cuda.h"
 #include "ffi/module.h"
-#include "engine/cuda/cublaslt.h"
 
 namespace nb = nanobind;
 
@@ -85,13 +86,24 @@ int registers_of(const cuda::Plan& plan, bool forward, bool centred, bool is_div
   return x == Dtype::f32 ? budget(cuda::ForwardRegimes<4>::kTable) : budget(cuda::ForwardRegimes<2>::kTable);
 }
 
+// Of the table; 0 where the op that has it was not built.
+int64_t limit(const std::string& name) {
+  int64_t value = 0;
+  for_each_entry<Cuda, kTable<Cuda>>([&](const auto& entry) {
+    if constexpr (std::is_same_v<decltype(entry), const Limit<int64_t>&>)
+      if (name == entry.name) value = entry.value;
+  });
+  return value;
+}
+
 nb::dict plan(const std::string& op, const std::string& kind, const std::string& x_dtype, int64_t cols, int max_cluster,
               const std::string& gated, bool adds) {
   if (op != "forward" && op != "backward") throw nb::value_error("op is neither forward nor backward");
   if (cols < 1 || max_cluster < 1) throw nb::value_error("cols and max_cluster are expected to be positive");
   if (gated != "" && gated != "first" && gated != "last") throw nb::value_error("gated is neither first nor last");
   const bool has_gates = gated != "", forward = op == "forward";
-  if (has_gates && (kind != "rms" || cols > kGatedCols)) throw nb::value_error("no kernel has gates for such rows");
+  if (has_gates && (kind != "rms" || cols > limit("gated_cols")))
+    throw nb::value_error("no kernel has gates for such rows");
   const Dtype x = dtype_of(x_dtype);
   cuda::Plan plan = !has_gates ? cuda::make_plan(forward ? cuda::Way::forward : cuda::Way::backward, kind_of(kind), x,
                                                  cols, max_cluster)

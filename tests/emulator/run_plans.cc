@@ -4,11 +4,11 @@
 #include <initializer_list>
 
 #include "engine/cuda/grad_regimes.cuh"
-#include "ops/cross_entropy/cuda.h"
+#include "ops/cross_entropy/call.h"
 #include "ops/norm/cuda.h"
 #include "ops/norm/gated.h"
 #include "ops/qk_norm_rotary/cuda/rotary.cuh"
-#include "ops/softmax/cuda.h"
+#include "ops/softmax/call.h"
 
 namespace {
 

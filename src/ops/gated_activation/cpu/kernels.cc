@@ -5,7 +5,7 @@
 #include "engine/cpu/parallel.h"
 #include "engine/cpu/types.h"
 #include "ops/gated_activation/call.h"
-#include "ops/shared/cpu/activation.h"
+#include "ops/shared/cpu/functions.h"
 #include "ops/shared/cpu/quantize.h"
 
 namespace jaxnorm::cpu {

@@ -7,8 +7,8 @@
 #include "engine/cpu/parallel.h"
 #include "engine/cpu/types.h"
 #include "ops/sample/call.h"
-#include "ops/shared/cpu/exp.h"
-#include "ops/shared/cpu/mask.h"
+#include "ops/shared/cpu/functions.h"
+#include "ops/shared/cpu/logits.h"
 
 namespace jaxnorm::cpu {
 
