@@ -11,9 +11,6 @@ namespace jaxnorm {
 
 enum class Kind : uint8_t { rms, layer };
 
-// The longest row that has weights of its own beside those of other rows.
-constexpr int64_t kPerHeadCols = 1 << 13;
-
 // Rows are contiguous: element (r, c) of an array of rows lies at r * cols + c, unless it has a stride of its own.
 struct NormOperands {
   Kind kind;

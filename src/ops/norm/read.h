@@ -70,6 +70,8 @@ inline constexpr std::tuple kTable{
     CudaRow{"jaxnorm_layer_norm_apply", read_shard_apply<Kind::layer>},
     Limit{"per_head_cols", kPerHeadCols},
     Limit{"gated_cols", kGatedCols},
+    Limit{"groups", kGroups},
+    Limit{"smallest_scale", kSmallestScale},
 };
 
 }  // namespace ops::norm

@@ -6,7 +6,7 @@
 
 #include "ffi/reader.h"
 #include "ops/norm/gated.h"
-#include "ops/shared/read_activation.h"
+#include "ops/shared/read.h"
 
 namespace jaxnorm {
 

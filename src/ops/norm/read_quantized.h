@@ -3,7 +3,7 @@
 
 #include "ops/norm/quantized.h"
 #include "ops/norm/read_plain.h"
-#include "ops/shared/read_quantization.h"
+#include "ops/shared/read.h"
 
 namespace jaxnorm {
 

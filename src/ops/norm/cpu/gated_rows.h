@@ -6,7 +6,7 @@
 
 #include "ops/norm/cpu/norm_rows.h"
 #include "ops/norm/gated.h"
-#include "ops/shared/cpu/activation.h"
+#include "ops/shared/cpu/functions.h"
 
 namespace jaxnorm::cpu {
 namespace {
