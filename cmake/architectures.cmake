@@ -1,3 +1,15 @@
+# Why this CUDA compiler, of which that is the text of `nvcc --version`, cannot build the kernels; empty if it can.
+function(jaxnorm_judge_compiler why compiler text)
+  set(remedy "Install the CUDA toolkit (nvcc 12.8 or newer) and put nvcc on PATH or set CUDACXX, or set \
+JAXNORM_CUDA=pypi to take NVIDIA's compiler from PyPI")
+  set(${why} "" PARENT_SCOPE)
+  if(NOT compiler)
+    set(${why} "there is no CUDA compiler. ${remedy}" PARENT_SCOPE)
+  elseif(text MATCHES "release ([0-9]+[.][0-9]+)" AND CMAKE_MATCH_1 VERSION_LESS 12.8)
+    set(${why} "${compiler} is nvcc ${CMAKE_MATCH_1}, older than 12.8. ${remedy}" PARENT_SCOPE)
+  endif()
+endfunction()
+
 # All that a wheel is compiled for, and what a build is that nothing tells more, whose last has PTX too, which serves
 # newer GPUs. 80 is the A100, 90 the H100 and H200, 100 the B200; machine code for 80 runs on 86 and 89, whose own would gain
 # what JAXNORM_FLOAT8_ARCHITECTURE is for. A wheel has no PTX, a fifth of its size for GPUs that are to come.

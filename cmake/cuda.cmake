@@ -1,7 +1,7 @@
 # _cuda: built where there are a driver and a CUDA compiler, with JAXNORM_CUDA=1 or an error, with JAXNORM_CUDA=0 never.
 include(CheckLanguage)
 
-include(cmake/compiler.cmake)
+include(cmake/architectures.cmake)
 set(JAXNORM_CUDA "" CACHE STRING
   "1: build the CUDA kernels or fail; pypi: and with NVIDIA's compiler from PyPI; 0: do not; empty: if there is a driver")
 if(DEFINED ENV{JAXNORM_CUDA})
@@ -66,7 +66,6 @@ if(unfit)
 endif()
 
 # Architectures: JAXNORM_CUDA_ARCHITECTURES if set, else those that are chosen by the present GPUs.
-include(cmake/architectures.cmake)
 set(JAXNORM_CUDA_ARCHITECTURES "" CACHE STRING "CUDA architectures, ';' between them; every: those of a wheel")
 if(DEFINED ENV{JAXNORM_CUDA_ARCHITECTURES})
   set(JAXNORM_CUDA_ARCHITECTURES "$ENV{JAXNORM_CUDA_ARCHITECTURES}")

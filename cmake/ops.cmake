@@ -2,39 +2,42 @@
 #
 # A folder has
 #
-#   call.h               the struct of a call in each direction
+#   call.h               the struct of a call in each direction, and what it runs on the CPU and on CUDA
 #   read.h               the readers, and `kTable`: a row for each target
-#   cpu.h  cpu/run.cc    what a call runs on the CPU
-#   cpu/*.cc             its kernels, compiled for each instruction set, and what is compiled once, see engine/cpu/isa.h
-#   cuda.h  cuda/        what a call runs on CUDA, and its kernels
-#   cuda.cmake           the units to write for kernels that are compiled by dtype, see units.cmake
+#   cpu/*.cc             the CPU kernels, compiled for each instruction set, and what is compiled once, see engine/cpu/launch.h
+#   cpu/run.cc           launches that are a source of their own, compiled once
+#   cuda/*.cu, *.cc      the CUDA kernels, and from a call to the code for its dtype
 #
 # and what it lacks the op has not.
 set(JAXNORM_OPS "" CACHE STRING "Which ops to build, ';' between them; empty: all")
 set(jaxnorm_ops "")
 
-# The op of this name; the others are those whose code it calls.
+# The op of this name. NEEDS: the others whose code it calls. KERNELS and APART: what units.cmake compiles by dtype, each
+# as header:function,function of its folder cuda.
 macro(jaxnorm_op name)
   list(APPEND jaxnorm_ops ${name})
-  set(jaxnorm_needs_${name} ${ARGN})
+  cmake_parse_arguments(jaxnorm_${name} "" "" "NEEDS;KERNELS;APART" ${ARGN})
 endmacro()
 
-jaxnorm_op(norm)
-jaxnorm_op(sandwich_norm norm)
+jaxnorm_op(norm
+  KERNELS norm:run_norm add_norm:run_add_norm,run_scaled_add_norm gated_norm:run_gated_norm
+          gated_norm_grad:gated_norm_grad_of
+  APART quantized_norm:run_quantized_norm norm_grad_launch:norm_grad_of)
+jaxnorm_op(sandwich_norm NEEDS norm KERNELS sandwich_norm:run_sandwich_norm)
 jaxnorm_op(group_norm)
 jaxnorm_op(gated_activation)
-jaxnorm_op(softmax)
+jaxnorm_op(softmax APART softmax_grad:softmax_grad_of,log_softmax_grad_of:AnyElement)
 jaxnorm_op(cross_entropy)
-jaxnorm_op(qk_norm_rotary)
+jaxnorm_op(qk_norm_rotary KERNELS qk_norm_rotary_grad:run_qk_norm_rotary_grad APART qk_norm_rotary:run_qk_norm_rotary)
 jaxnorm_op(segment_sum)
 jaxnorm_op(sample)
 jaxnorm_op(quantized_dot)
-jaxnorm_op(float8_linear quantized_dot)
+jaxnorm_op(float8_linear NEEDS quantized_dot)
 
 if(JAXNORM_OPS)
   set(jaxnorm_ops "")
   foreach(op IN LISTS JAXNORM_OPS)
-    list(APPEND jaxnorm_ops ${op} ${jaxnorm_needs_${op}})
+    list(APPEND jaxnorm_ops ${op} ${jaxnorm_${op}_NEEDS})
   endforeach()
   list(REMOVE_DUPLICATES jaxnorm_ops)
 endif()

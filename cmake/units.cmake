@@ -1,6 +1,6 @@
-# The units of the CUDA kernels, each of which instantiates functions of a header for dtypes. They are written to the folder
-# JAXNORM_UNITS, and `jaxnorm_units` lists them, what takes longest to compile first. As a script, for those who compile
-# them without the build:
+# The units of the CUDA kernels whose dtypes are not compiled together, or whose header others include: each instantiates
+# functions of a header for dtypes. They are written to the folder JAXNORM_UNITS, and `jaxnorm_units` lists them, what
+# takes longest to compile first. As a script, for those who compile them without the build:
 #
 #   cmake -D JAXNORM_UNITS=units -P cmake/units.cmake
 if(CMAKE_SCRIPT_MODE_FILE)
@@ -20,18 +20,28 @@ function(jaxnorm_unit name header functions types)
   set(jaxnorm_units ${jaxnorm_units} "${unit}" PARENT_SCOPE)
 endfunction()
 
-# All types share a unit: their code is alike, and takes less room compressed together.
-macro(jaxnorm_kernels header functions)
-  jaxnorm_unit(${header} ${header} "${functions}" "__half;__nv_bfloat16;float")
-endmacro()
-
-# float32 apart: of what takes longest to compile, and where in one unit some kernels would come out otherwise.
-macro(jaxnorm_kernels_apart header functions)
-  jaxnorm_unit(${header}_half ${header} "${functions}" "__half;__nv_bfloat16")
-  jaxnorm_unit(${header}_f32 ${header} "${functions}" float)
+# Sets header, functions and types from kernel, which is header:function,function:type, the last beside the dtypes.
+macro(jaxnorm_split)
+  string(REGEX MATCH "^([a-z_]+):([a-z_,]+):?(.*)$" matched "${kernel}")
+  set(header ${CMAKE_MATCH_1})
+  string(REPLACE "," ";" functions "${CMAKE_MATCH_2}")
+  set(types ${CMAKE_MATCH_3})
 endmacro()
 
 set(jaxnorm_units "")
 foreach(op IN LISTS jaxnorm_ops)
-  include("${CMAKE_CURRENT_LIST_DIR}/../src/ops/${op}/cuda.cmake" OPTIONAL)
+  # float32 apart: of what takes longest to compile, and where in one unit some kernels would come out otherwise. So is
+  # each type beside the dtypes.
+  foreach(kernel IN LISTS jaxnorm_${op}_APART)
+    jaxnorm_split()
+    jaxnorm_unit(${header}_half ${header} "${functions}" "__half;__nv_bfloat16")
+    foreach(type IN ITEMS float ${types})
+      jaxnorm_unit(${header}_${type} ${header} "${functions}" ${type})
+    endforeach()
+  endforeach()
+  # All types share a unit: their code is alike, and takes less room compressed together.
+  foreach(kernel IN LISTS jaxnorm_${op}_KERNELS)
+    jaxnorm_split()
+    jaxnorm_unit(${header} ${header} "${functions}" "__half;__nv_bfloat16;float")
+  endforeach()
 endforeach()

@@ -35,6 +35,15 @@ struct RowMap {
   int64_t count = 1, inner = 1;
 };
 
+// The longest row that has weights of its own beside those of other rows.
+constexpr int64_t kPerHeadCols = 1 << 13;
+
+// Row r of x goes with row of(r) of an operand that has one row for several of x, along any two runs of x's leading
+// axes: `outer` and `inner` say which, each as a RowMap.
+struct BroadcastRows {
+  RowMap outer, inner;
+};
+
 // Room for what a kernel keeps beside its results. A program may have been exported with a size that another build
 // wanted, so a kernel makes do with less, and refuses a call only where it cannot.
 struct Workspace {

@@ -19,11 +19,11 @@
 
 #include "engine/cuda/device.h"
 #include "engine/cuda/plan.h"
-#include "ops/cross_entropy/cuda.h"
-#include "ops/gated_activation/cuda.h"
+#include "ops/cross_entropy/call.h"
+#include "ops/gated_activation/call.h"
 #include "ops/norm/call.h"
 #include "ops/qk_norm_rotary/call.h"
-#include "ops/softmax/cuda.h"
+#include "ops/softmax/call.h"
 
 namespace {
 

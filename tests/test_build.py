@@ -105,7 +105,7 @@ def test_which_gpus_run_the_kernels_of_a_wheel(tmp_path):
 )
 def test_compilers(tmp_path, compiler, text, why):
     judge = f'jaxnorm_judge_compiler(why "{compiler}" "{text}")\nmessage(STATUS "why: ${{why}}.")'
-    printed = cmake(tmp_path, "compiler", judge)
+    printed = cmake(tmp_path, "architectures", judge)
     assert (f"why: {why}" if why else "why: .\n") in printed
     assert ("JAXNORM_CUDA=pypi" in printed) == bool(why)
 
@@ -141,9 +141,8 @@ def configured(tmp_path, driver, **environment):
         f'list(APPEND CMAKE_MODULE_PATH "{tmp_path}")\ninclude({ROOT}/cmake/cuda.cmake)',
     ]
     (tmp_path / "CheckLanguage.cmake").write_text("function(check_language)\nendfunction()")
-    for file in ("compiler", "architectures"):
-        (tmp_path / "cmake").mkdir(exist_ok=True)
-        (tmp_path / "cmake" / f"{file}.cmake").symlink_to(ROOT / "cmake" / f"{file}.cmake")
+    (tmp_path / "cmake").mkdir()
+    (tmp_path / "cmake" / "architectures.cmake").symlink_to(ROOT / "cmake" / "architectures.cmake")
     (tmp_path / "CMakeLists.txt").write_text("\n".join(lines))
     environment = {name: value for name, value in os.environ.items() if name != "JAXNORM_CUDA"} | environment
     build = ["cmake", "-S", str(tmp_path), "-B", str(tmp_path / "build")]

@@ -131,7 +131,7 @@ IN_KERNELS = faults("""\
 an index by columns for rows: ops/float8_linear/cuda/transpose.cu: ops/float8_linear_native.py -k test_bytes
 -tile[(at + 4 * k + i) * kPitch + word] = columns[i]
 +tile[word * kPitch + at + 4 * k + i] = columns[i]
-no wait for a tile: ops/float8_linear/cuda/round_tiles.cuh: ops/float8_linear_native.py -k test_columns
+no wait for a tile: ops/float8_linear/cuda/rounding.cuh: ops/float8_linear_native.py -k test_columns
 -  __syncthreads();
 -
 -  // Sixteen rows
@@ -144,7 +144,7 @@ no wait for the threads of the other rows: ops/group_norm/cuda/group_tile.cuh: o
 -    if (thread < half) {
 +    if (thread < half) {
 no wait for the largest of the other warps:
-ops/shared/cuda/quantize_row.cuh: laws/test_bits.py -k 'fused_sizes and packed'
+ops/shared/cuda/quantize.cuh: laws/test_bits.py -k 'fused_sizes and packed'
 -  __syncthreads();
 -  for (int warp = 0;
 +  for (int warp = 0;

@@ -7,8 +7,6 @@
 #include <vector>
 
 #include "ffi/table.h"
-#include "ops/norm/call.h"
-#include "ops/shared/quantization.h"
 
 namespace jaxnorm {
 
@@ -29,16 +27,23 @@ nanobind::dict capsules() {
   return all;
 }
 
+template <class T>
+nanobind::object to_python(const T& number) {
+  return nanobind::cast(number);
+}
+template <class T, size_t N>
+nanobind::object to_python(const T (&numbers)[N]) {
+  nanobind::list all;
+  for (const T number : numbers) all.append(number);
+  return nanobind::tuple(all);
+}
+
 template <class Platform, const auto& table>
 nanobind::dict limits() {
   nanobind::dict all;
   for_each_entry<Platform, table>([&](const auto& entry) {
-    if constexpr (std::is_same_v<decltype(entry), const Limit&>) all[entry.name] = entry.value;
+    if constexpr (!std::is_same_v<decltype(entry), const Handler&>) all[entry.name] = to_python(entry.value);
   });
-  nanobind::list groups;
-  for (const int64_t group : kGroups) groups.append(group);
-  all["groups"] = nanobind::tuple(groups);
-  all["smallest_scale"] = kSmallestScale;
   return all;
 }
 

@@ -10,7 +10,7 @@
 #include <string_view>
 #include <utility>
 
-#include "ffi/row_shapes.h"
+#include "ffi/shapes.h"
 
 namespace jaxnorm {
 
@@ -53,7 +53,30 @@ class Reader {
   }
 
   // Those of the operand x of this index, of which the last `axes` are normalised.
-  RowShapes rows(int64_t axes, size_t index = 0);
+  RowShapes rows(int64_t axes, size_t index = 0) {
+    RowShapes rows;
+    const auto x = operands_.get<ffi::AnyBuffer>(index);
+    if (!x) {
+      fail_missing("x", "operands", operands_.size());
+      return rows;
+    }
+    rows.x = rows.statistics = shape_of(*x);
+    const int64_t rank = rows.x.size();
+    if (axes < 1 || axes > rank) {
+      fail("axes is " + std::to_string(axes) + ", expected from 1 to the rank of x " + text(*x));
+      return {};
+    }
+    rows.axes = axes;
+    rows.weight.assign(rows.x.end() - axes, rows.x.end());
+    bool overflow = false;
+    for (int64_t axis = 0; axis < rank; ++axis) {
+      int64_t& extent = axis < rank - axes ? rows.rows : rows.cols;
+      overflow |= __builtin_mul_overflow(extent, rows.x[axis], &extent);
+      if (axis >= rank - axes) rows.statistics[axis] = 1;
+    }
+    if (overflow || rows.cols < 1) fail("no row can be normalised in " + text(*x));
+    return rows;
+  }
 
   // Without a dtype that is wanted, any but those of 8 bits will do.
   Input operand(const char* name, const Shape& shape, std::optional<Dtype> dtype = std::nullopt) {
@@ -86,13 +109,7 @@ class Reader {
   }
 
   int32_t* i32_result(const char* name, const Shape& shape) {
-    auto buffer = results_.get<ffi::AnyBuffer>(next_result_++);
-    if (!buffer) {
-      fail_missing(name, "results", results_.size());
-      return nullptr;
-    }
-    check_plain(name, **buffer, shape, ffi::S32);
-    return static_cast<int32_t*>((*buffer)->untyped_data());
+    return static_cast<int32_t*>(plain_result(name, shape, ffi::S32));
   }
 
   // The operand of x's rank that comes next, with a row of `cols` elements for several of x, and which of its rows goes
@@ -183,37 +200,40 @@ class Reader {
   static constexpr Dtypes kFloat8{[](Dtype dtype) { return is_quantized(dtype) && dtype != Dtype::s8; },
                                   "F8E4M3FN or F8E5M2"};
 
-  Input operand(const char* name, const Shape& shape, std::optional<Dtype> dtype, const Dtypes& any) {
-    if (const auto buffer = operands_.get<ffi::AnyBuffer>(next_operand_++)) {
-      return {buffer->untyped_data(), checked(name, *buffer, shape, dtype, any)};
-    }
-    fail_missing(name, "operands", operands_.size());
-    return {};
+  // The next one, or an error where there is none.
+  std::optional<ffi::AnyBuffer> take_operand(const char* name) {
+    if (const auto buffer = operands_.get<ffi::AnyBuffer>(next_operand_++)) return *buffer;
+    return fail_missing(name, "operands", operands_.size()), std::nullopt;
+  }
+  std::optional<ffi::AnyBuffer> take_result(const char* name) {
+    if (auto buffer = results_.get<ffi::AnyBuffer>(next_result_++)) return **buffer;
+    return fail_missing(name, "results", results_.size()), std::nullopt;
   }
 
+  Input operand(const char* name, const Shape& shape, std::optional<Dtype> dtype, const Dtypes& any) {
+    const auto buffer = take_operand(name);
+    return buffer ? Input{buffer->untyped_data(), checked(name, *buffer, shape, dtype, any)} : Input{};
+  }
   Output result(const char* name, const Shape& shape, std::optional<Dtype> dtype, const Dtypes& any) {
-    if (auto buffer = results_.get<ffi::AnyBuffer>(next_result_++)) {
-      return {(*buffer)->untyped_data(), checked(name, **buffer, shape, dtype, any)};
-    }
-    fail_missing(name, "results", results_.size());
-    return {};
+    const auto buffer = take_result(name);
+    return buffer ? Output{buffer->untyped_data(), checked(name, *buffer, shape, dtype, any)} : Output{};
   }
 
   const void* plain_operand(const char* name, const Shape& shape, ffi::DataType type) {
-    const auto buffer = operands_.get<ffi::AnyBuffer>(next_operand_++);
-    if (!buffer) {
-      fail_missing(name, "operands", operands_.size());
-      return nullptr;
-    }
-    check_plain(name, *buffer, shape, type);
-    return buffer->untyped_data();
+    return plain(name, take_operand(name), shape, type);
+  }
+  void* plain_result(const char* name, const Shape& shape, ffi::DataType type) {
+    return plain(name, take_result(name), shape, type);
   }
 
-  void check_plain(const char* name, const ffi::AnyBuffer& buffer, const Shape& shape, ffi::DataType type) {
-    if (buffer.element_type() == type && shape_of(buffer) == shape) return;
-    std::ostringstream expected;
-    expected << type << text(shape);
-    fail(std::string(name) + " is " + text(buffer) + ", expected " + expected.str());
+  void* plain(const char* name, const std::optional<ffi::AnyBuffer>& buffer, const Shape& shape, ffi::DataType type) {
+    if (!buffer) return nullptr;
+    if (buffer->element_type() != type || shape_of(*buffer) != shape) {
+      std::ostringstream expected;
+      expected << type << text(shape);
+      fail(std::string(name) + " is " + text(*buffer) + ", expected " + expected.str());
+    }
+    return buffer->untyped_data();
   }
 
   // Whether the last result may be the workspace.
@@ -258,30 +278,5 @@ class Reader {
   size_t attributes_read_ = 0, next_operand_ = 0, next_result_ = 0;
   std::string error_;
 };
-
-inline RowShapes Reader::rows(int64_t axes, size_t index) {
-  RowShapes rows;
-  const auto x = operands_.get<ffi::AnyBuffer>(index);
-  if (!x) {
-    fail_missing("x", "operands", operands_.size());
-    return rows;
-  }
-  rows.x = rows.statistics = shape_of(*x);
-  const int64_t rank = rows.x.size();
-  if (axes < 1 || axes > rank) {
-    fail("axes is " + std::to_string(axes) + ", expected from 1 to the rank of x " + text(*x));
-    return {};
-  }
-  rows.axes = axes;
-  rows.weight.assign(rows.x.end() - axes, rows.x.end());
-  bool overflow = false;
-  for (int64_t axis = 0; axis < rank; ++axis) {
-    int64_t& extent = axis < rank - axes ? rows.rows : rows.cols;
-    overflow |= __builtin_mul_overflow(extent, rows.x[axis], &extent);
-    if (axis >= rank - axes) rows.statistics[axis] = 1;
-  }
-  if (overflow || rows.cols < 1) fail("no row can be normalised in " + text(*x));
-  return rows;
-}
 
 }  // namespace jaxnorm

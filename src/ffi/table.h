@@ -36,11 +36,16 @@ CudaRow(const char*, Op (*)(Reader&)) -> CudaRow<Op>;
 template <class Op>
 CudaRow(const char*, Op (*)(Reader&), WorkspaceFunction*) -> CudaRow<Op>;
 
-// A number that Python is to know of, beside the rows.
+// A number that Python is to know of, beside the rows, or an array of them.
+template <class T>
 struct Limit {
   const char* name;
-  int64_t value;
+  T value;
 };
+template <class T>
+Limit(const char*, T) -> Limit<T>;
+template <class T, size_t N>
+Limit(const char*, const T (&)[N]) -> Limit<const T (&)[N]>;
 
 struct Handler {
   const char* target;
@@ -80,8 +85,8 @@ template <class Platform, const auto& table, size_t index, class Op, class F>
 void with_entry(const CudaRow<Op>& row, F f) {
   if constexpr (Platform::kIsCuda) f(Handler{row.target, handle<Platform, table, index>, row.workspace});
 }
-template <class Platform, const auto& table, size_t index, class F>
-void with_entry(const Limit& limit, F f) {
+template <class Platform, const auto& table, size_t index, class T, class F>
+void with_entry(const Limit<T>& limit, F f) {
   f(limit);
 }
 

@@ -4,7 +4,7 @@
 #include "engine/cuda/cublaslt.h"
 #include "engine/cuda/device.h"
 #include "ffi/cuda.h"
-#include "ops/quantized_dot/cuda.h"
+#include "ops/quantized_dot/call.h"
 
 namespace jaxnorm {
 
@@ -37,7 +37,7 @@ const cublaslt::Library* cublaslt::open(const std::vector<std::string>&, std::st
   return nullptr;
 }
 
-std::string run(const QuantizedDot&, cudaStream_t) { return kNone; }
+std::string run(const QuantizedDot&, Stream) { return kNone; }
 
 WorkspaceSize quantized_dot_workspace(const WorkspaceQuery&) { return {}; }
 

@@ -12,7 +12,6 @@
 #include <cstdint>
 
 #include "ops/shared/logits.h"
-#include "ops/shared/mask.h"
 #include "platforms.h"
 
 namespace jaxnorm {
@@ -48,5 +47,12 @@ void run(const CrossEntropyForward& p, const ParallelFor& parallel_for);
 void run(const CrossEntropyBackward& p, const ParallelFor& parallel_for);
 
 }  // namespace cpu
+
+namespace cuda {
+
+Outcome run(const CrossEntropyForward& p, Stream stream);
+Outcome run(const CrossEntropyBackward& p, Stream stream);
+
+}  // namespace cuda
 
 }  // namespace jaxnorm

@@ -5,7 +5,7 @@
 
 #include "ffi/table.h"
 #include "ops/cross_entropy/call.h"
-#include "ops/shared/read_mask.h"
+#include "ops/shared/read.h"
 
 namespace jaxnorm {
 

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "operands.h"
+#include "platforms.h"
 
 namespace jaxnorm {
 
@@ -47,6 +48,11 @@ struct TransposeBytes {
 };
 
 namespace cuda {
+
+Outcome run(const RoundRows& p, Stream stream);
+Outcome run(const RoundColumns& p, Stream stream);
+Outcome run(const RoundGradient& p, Stream stream);
+Outcome run(const TransposeBytes& p, Stream stream);
 
 // The columns' largest magnitudes.
 WorkspaceSize round_columns_workspace(const WorkspaceQuery& query);

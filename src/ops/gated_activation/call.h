@@ -46,4 +46,12 @@ void run(const GatedActivationBackward& p, const ParallelFor& parallel_for);
 
 }  // namespace cpu
 
+namespace cuda {
+
+Outcome run(const GatedActivationForward& p, Stream stream);
+Outcome run(const GatedActivationQuantizedForward& p, Stream stream);
+Outcome run(const GatedActivationBackward& p, Stream stream);
+
+}  // namespace cuda
+
 }  // namespace jaxnorm

@@ -3,8 +3,7 @@
 
 #include "ffi/table.h"
 #include "ops/gated_activation/call.h"
-#include "ops/shared/read_activation.h"
-#include "ops/shared/read_quantization.h"
+#include "ops/shared/read.h"
 
 namespace jaxnorm {
 
@@ -100,6 +99,8 @@ inline constexpr std::tuple kTable{
     Row{"jaxnorm_gated_activation_fwd", read_gated_activation_forward},
     Row{"jaxnorm_gated_activation_quantized_fwd", read_gated_activation_quantized},
     Row{"jaxnorm_gated_activation_bwd", read_gated_activation_backward},
+    Limit{"groups", kGroups},
+    Limit{"smallest_scale", kSmallestScale},
 };
 
 }  // namespace ops::gated_activation

@@ -8,6 +8,7 @@
 
 #include "operands.h"
 #include "ops/shared/activation.h"
+#include "platforms.h"
 
 namespace jaxnorm {
 
@@ -74,10 +75,22 @@ struct GroupNormBackward : Groups {
   Workspace workspace;
 };
 
-// How large a workspace the CUDA kernels want, in either direction. A row of `query` is a group of an example:
-// weight_rows are the groups of an example, and the channels of each.
+namespace cpu {
+
+// std::bad_alloc: there is no memory for f32 weights, for rows or for sums over them.
+void run(const GroupNormForward& p, const ParallelFor& parallel_for);
+void run(const GroupNormBackward& p, const ParallelFor& parallel_for);
+
+}  // namespace cpu
+
 namespace cuda {
 
+// cudaErrorMemoryAllocation: the workspace has too little room for any way to compute the op.
+Outcome run(const GroupNormForward& p, Stream stream);
+Outcome run(const GroupNormBackward& p, Stream stream);
+
+// In either direction. A row of `query` is a group of an example: weight_rows are the groups of an example, and the
+// channels of each.
 WorkspaceSize group_norm_workspace(const WorkspaceQuery& query);
 
 }  // namespace cuda

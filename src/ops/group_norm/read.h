@@ -4,7 +4,7 @@
 
 #include "ffi/table.h"
 #include "ops/group_norm/call.h"
-#include "ops/shared/read_activation.h"
+#include "ops/shared/read.h"
 
 namespace jaxnorm {
 

@@ -19,8 +19,8 @@ namespace jaxnorm {
 
 enum class Kind : uint8_t { rms, layer };
 
-// The longest row that has weights of its own beside those of other rows, and the longest with a gate.
-constexpr int64_t kPerHeadCols = 1 << 13, kGatedCols = 1 << 14;
+// The longest row with a gate.
+constexpr int64_t kGatedCols = 1 << 14;
 
 // Rows are contiguous: element (r, c) of an array of rows lies at r * cols + c, unless it has a stride of its own.
 struct NormOperands {

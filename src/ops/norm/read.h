@@ -7,8 +7,7 @@
 
 #include "ffi/table.h"
 #include "ops/norm/call.h"
-#include "ops/shared/read_activation.h"
-#include "ops/shared/read_quantization.h"
+#include "ops/shared/read.h"
 
 namespace jaxnorm {
 
@@ -245,6 +244,8 @@ inline constexpr std::tuple kTable{
     CudaRow{"jaxnorm_layer_norm_apply", read_shard_apply<Kind::layer>},
     Limit{"per_head_cols", kPerHeadCols},
     Limit{"gated_cols", kGatedCols},
+    Limit{"groups", kGroups},
+    Limit{"smallest_scale", kSmallestScale},
 };
 
 }  // namespace ops::norm

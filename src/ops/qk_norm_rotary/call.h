@@ -13,7 +13,6 @@
 #pragma once
 
 #include "ops/norm/call.h"
-#include "ops/shared/mask.h"
 #include "platforms.h"
 
 namespace jaxnorm {

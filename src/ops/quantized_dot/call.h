@@ -3,7 +3,10 @@
 //   y[r, c] = x_scales[r] * weight_scales[c] * sum over k of x[r, k] * weights[c, k]  + bias[c]
 #pragma once
 
+#include <string>
+
 #include "operands.h"
+#include "platforms.h"
 
 namespace jaxnorm {
 
@@ -22,9 +25,12 @@ struct QuantizedDot {
   Workspace workspace;
 };
 
-// The same for all shapes.
 namespace cuda {
 
+// Why it was not launched, since more than CUDA may refuse it; empty where it was.
+std::string run(const QuantizedDot& p, Stream stream);
+
+// The same for all shapes.
 WorkspaceSize quantized_dot_workspace(const WorkspaceQuery& query);
 
 }  // namespace cuda

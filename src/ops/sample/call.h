@@ -17,7 +17,7 @@
 
 #include <cstdint>
 
-#include "ops/shared/mask.h"
+#include "ops/shared/logits.h"
 #include "platforms.h"
 
 namespace jaxnorm {

@@ -3,7 +3,7 @@
 
 #include "ffi/table.h"
 #include "ops/sample/call.h"
-#include "ops/shared/read_mask.h"
+#include "ops/shared/read.h"
 
 namespace jaxnorm {
 

@@ -1,4 +1,4 @@
-// Rows of logits: z = x * scale, or z = soft_cap * tanh(x * scale / soft_cap).
+// Rows of logits: which columns count, and z = x * scale, or z = soft_cap * tanh(x * scale / soft_cap).
 //
 // Only differences of logits count, and these are to be exact however large the logits are. So z is never formed, but a
 // w that is not rounded, of which z = w * unit: a difference of logits is (w - w') * unit.
@@ -14,7 +14,20 @@
 #include <cfloat>
 #include <cmath>
 
+#include "operands.h"
+
 namespace jaxnorm {
+
+// Which columns of a row count.
+struct Mask {
+  const uint8_t* where = nullptr;  // a byte for each column, 0 where it does not count; null: all do
+  BroadcastRows where_rows;
+  const int32_t* lengths = nullptr;  // of a row the columns before lengths[row] count; null: all do
+  BroadcastRows lengths_rows;
+  const int32_t* starts = nullptr;  // and of these the columns from starts[row] on; null: all do, as without lengths
+  BroadcastRows starts_rows;
+  explicit operator bool() const { return where || lengths; }
+};
 
 struct Scale {
   float whole = 1, power = 1, unit = 1;  // unit: |whole| / |power|, from 1 to 2, or 0

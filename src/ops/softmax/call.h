@@ -10,7 +10,6 @@
 #pragma once
 
 #include "ops/shared/logits.h"
-#include "ops/shared/mask.h"
 #include "platforms.h"
 
 namespace jaxnorm {
@@ -54,9 +53,13 @@ void run(const LogSoftmaxBackward& p, const ParallelFor& parallel_for);
 
 }  // namespace cpu
 
-// How large a workspace the CUDA kernels want, of log-softmax too.
 namespace cuda {
 
+Outcome run(const SoftmaxForward& p, Stream stream);
+Outcome run(const SoftmaxBackward& p, Stream stream);
+Outcome run(const LogSoftmaxBackward& p, Stream stream);
+
+// Of log-softmax too.
 WorkspaceSize softmax_workspace(const WorkspaceQuery& query);
 
 }  // namespace cuda

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "ffi/table.h"
-#include "ops/shared/read_mask.h"
+#include "ops/shared/read.h"
 #include "ops/softmax/call.h"
 
 namespace jaxnorm {

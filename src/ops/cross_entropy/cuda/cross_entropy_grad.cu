@@ -1,10 +1,10 @@
 // The gradient of cross-entropy with integer labels: all of a row is known before but its elements, so it goes by
 // tiles.
+#include "engine/cuda/device.h"
 #include "engine/cuda/tile_loop.cuh"
-#include "ops/cross_entropy/cuda.h"
-#include "ops/shared/cuda/exponential.cuh"
+#include "ops/cross_entropy/call.h"
+#include "ops/shared/cuda/logits.cuh"
 #include "ops/shared/cuda/mask.cuh"
-#include "ops/shared/cuda/soft_cap.cuh"
 
 namespace jaxnorm::cuda {
 namespace {
@@ -139,10 +139,9 @@ cudaError_t launch(const CrossEntropyBackward& p, cudaStream_t stream) {
 
 }  // namespace
 
-cudaError_t run(const CrossEntropyBackward& p, cudaStream_t stream) {
-  if (p.rows == 0) return cudaSuccess;
-  if (p.x.dtype == Dtype::f32) return launch<float>(p, stream);
-  return p.x.dtype == Dtype::f16 ? launch<__half>(p, stream) : launch<__nv_bfloat16>(p, stream);
+Outcome run(const CrossEntropyBackward& p, Stream stream) {
+  if (p.rows == 0) return {cudaSuccess};
+  return {with_dtype(p.x.dtype, [&](auto x) { return launch<decltype(x)>(p, stream); })};
 }
 
 }  // namespace jaxnorm::cuda

@@ -1,6 +1,6 @@
 // Transposes bytes, in tiles that go through shared memory.
 #include "engine/cuda/launch.cuh"
-#include "ops/float8_linear/cuda.h"
+#include "ops/float8_linear/call.h"
 
 namespace jaxnorm::cuda {
 namespace {
@@ -60,13 +60,13 @@ __global__ void __launch_bounds__(kThreads) transpose_kernel(TransposeBytes p) {
 
 }  // namespace
 
-cudaError_t run(const TransposeBytes& p, cudaStream_t stream) {
+Outcome run(const TransposeBytes& p, Stream stream) {
   const int64_t tiles = ((p.cols + kTile - 1) / kTile) * ((p.rows + kTile - 1) / kTile);
-  if (tiles > INT_MAX) return cudaErrorInvalidConfiguration;
-  if (tiles == 0) return cudaSuccess;
+  if (tiles > INT_MAX) return {cudaErrorInvalidConfiguration};
+  if (tiles == 0) return {cudaSuccess};
   const bool is_aligned = p.cols % kVectorBytes == 0 && reinterpret_cast<uintptr_t>(p.x) % kVectorBytes == 0;
   const auto kernel = is_aligned ? transpose_kernel<true> : transpose_kernel<false>;
-  return launch_grid(kernel, dim3(static_cast<unsigned>(tiles)), dim3(kThreads), stream, p);
+  return {launch_grid(kernel, dim3(static_cast<unsigned>(tiles)), dim3(kThreads), stream, p)};
 }
 
 }  // namespace jaxnorm::cuda

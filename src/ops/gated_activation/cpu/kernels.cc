@@ -3,7 +3,7 @@
 #include "engine/cpu/launch.h"
 #include "engine/cpu/vector.h"
 #include "ops/gated_activation/call.h"
-#include "ops/shared/cpu/activation.h"
+#include "ops/shared/cpu/functions.h"
 #include "ops/shared/cpu/quantize.h"
 
 namespace jaxnorm::cpu {

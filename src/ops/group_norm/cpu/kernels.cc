@@ -1,12 +1,10 @@
-// The tiles of GroupNorm, see group_tile.h.
+// The tiles of GroupNorm, see group_tiles.h.
 #include "engine/cpu/columns.h"
 #include "engine/cpu/row_loop.h"
 #include "engine/cpu/vector.h"
-#include "ops/group_norm/call.h"
-#include "ops/group_norm/cpu.h"
-#include "ops/group_norm/cpu/group_tile.h"
-#include "ops/shared/cpu/activation.h"
-#include "ops/shared/cpu/load.h"
+#include "ops/group_norm/cpu/group_tiles.h"
+#include "ops/shared/cpu/functions.h"
+#include "ops/shared/cpu/rows.h"
 
 namespace jaxnorm::cpu {
 namespace {

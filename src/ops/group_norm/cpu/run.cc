@@ -2,8 +2,7 @@
 #include <cmath>
 
 #include "engine/cpu/launch.h"
-#include "ops/group_norm/cpu.h"
-#include "ops/group_norm/cpu/group_weights.h"
+#include "ops/group_norm/cpu/group_tiles.h"
 
 namespace jaxnorm::cpu {
 namespace {

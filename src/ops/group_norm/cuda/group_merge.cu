@@ -1,7 +1,6 @@
 // Between the passes of GroupNorm: from the channels of chunks to groups, and to the gradients of weights.
 #include <algorithm>
 
-#include "ops/group_norm/cuda/group_moments.cuh"
 #include "ops/group_norm/cuda/group_tile.cuh"
 
 namespace jaxnorm::cuda {

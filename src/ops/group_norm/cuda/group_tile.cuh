@@ -1,12 +1,162 @@
-// A block's tile of x: a chunk of an example's positions and a slice of its channels. A thread has a vector of channels
-// of every `rows`-th position.
+// How the kernels of GroupNorm share x among blocks, what they keep between launches, and what they share.
+//
+// x is read twice. Of a tile, a chunk of an example's positions and a slice of its channels, a block gives what each
+// channel comes down to; then follows what a group comes down to; and with that y or dx. The last launch begins where
+// the first ended, so that it finds in the cache what that read last.
 #pragma once
 
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
 #include "engine/cuda/launch.cuh"
-#include "ops/group_norm/cuda.h"
-#include "ops/group_norm/cuda/group_activation.cuh"
+#include "ops/group_norm/call.h"
+#include "ops/shared/cuda/activation.cuh"
 
 namespace jaxnorm::cuda {
+
+constexpr int kGroupThreads = 256;
+constexpr int kGroupVector = 4;  // channels of a thread: of more a thread has too many numbers to keep
+constexpr int kGroupWidth = 32;  // threads side by side at most
+constexpr int kGroupAtOnce = 8;  // positions that a thread reads at once
+
+// A chunk has twice what its threads read at once, and of an example with more chunks than are few up to four times
+// that, or more where there would be too many.
+constexpr int64_t kFewChunks = 128, kMostChunks = 2048;
+
+struct GroupPlan {
+  int64_t positions, channels;
+  int64_t chunk = 0;           // positions of a chunk, of which the last may be shorter
+  int chunks = 0, slices = 0;  // of an example
+  int width = 0;               // threads side by side, a power of two
+  int64_t floats_a_group = 0;  // of the workspace
+
+  int64_t tiles(int64_t examples) const { return examples * chunks * slices; }
+};
+
+// From the shapes alone, and never the number of examples. Two numbers are kept for each channel of a chunk, and two
+// for a group. `floats_a_group`: what there is room for; fewer chunks do with less of it. No chunks: there is too
+// little.
+GroupPlan make_group_plan(int64_t positions, int64_t groups, int64_t group_size, int64_t floats_a_group = INT64_MAX);
+
+// Between the passes, in the workspace: mean and rstd; and the means of groups, and each example's sums over a
+// channel, which the gradients of weights are sums of.
+cudaError_t merge_group_moments(const GroupNormForward& p, const GroupPlan& plan, cudaStream_t stream);
+cudaError_t merge_group_sums(const GroupNormBackward& p, const GroupPlan& plan, cudaStream_t stream);
+
+// The plan of a call, whose workspace may have another size than the plan wants.
+template <typename Op>
+GroupPlan group_plan_of(const Op& p) {
+  const int64_t rows = p.examples * p.groups;
+  return make_group_plan(p.positions, p.groups, p.group_size, rows > 0 ? p.workspace.floats / rows : 0);
+}
+
+// Where the workspace has the two numbers for each channel of each chunk of each example, and those for each group.
+struct GroupParts {
+  float2 *of_channels, *of_groups;
+
+  template <typename Op>
+  GroupParts(const Op& p, const GroupPlan& plan)
+      : of_channels(reinterpret_cast<float2*>(p.workspace.data)),
+        of_groups(of_channels + p.examples * plan.chunks * plan.channels) {}
+};
+
+// The activations, for results or cotangents of type Y: of z, and v times the slope at z. One of them as a type.
+template <typename A>
+struct OneActivation {
+  template <typename Y>
+  __device__ static float of(float z) {
+    return A::template of<Y>(z);
+  }
+  template <typename Y>
+  __device__ static float sloped(float v, float z) {
+    return cuda::sloped<A, Y>(v, z);
+  }
+};
+
+// Any of them, chosen for each element: for kernels that are not fast anyway, and take less time to compile so.
+struct AnyActivation {
+  Activation activation;
+
+  template <typename F>
+  __device__ float choose(F f) const {
+    switch (activation) {
+      case Activation::silu:
+        return f(OneActivation<Silu>{});
+      case Activation::relu:
+        return f(OneActivation<Relu>{});
+      case Activation::gelu:
+        return f(OneActivation<Gelu>{});
+      default:
+        return f(OneActivation<Identity>{});
+    }
+  }
+  template <typename Y>
+  __device__ float of(float z) const {
+    return choose([&](auto each) { return each.template of<Y>(z); });
+  }
+  template <typename Y>
+  __device__ float sloped(float v, float z) const {
+    return choose([&](auto each) { return each.template sloped<Y>(v, z); });
+  }
+};
+
+// Calls f with the activation. EACH: as a type of its own, once for a loop, as a choice for each element keeps the
+// compiler from computing several at once.
+template <bool EACH, typename F>
+__device__ void with_activation(Activation activation, F f) {
+  if constexpr (!EACH) {
+    f(AnyActivation{activation});
+  } else if (activation == Activation::silu) {
+    f(OneActivation<Silu>{});
+  } else if (activation == Activation::relu) {
+    f(OneActivation<Relu>{});
+  } else if (activation == Activation::gelu) {
+    f(OneActivation<Gelu>{});
+  } else {
+    f(OneActivation<Identity>{});
+  }
+}
+
+// The mean of a channel over positions, and the sum of squares about it; joined as Chan, Golub and LeVeque do, 1983.
+struct JoinMoments {
+  float share, cross;
+
+  __device__ JoinMoments(float count, float other) {
+    share = other > 0 ? other * reciprocal(count + other) : 0.0f;
+    cross = count * share;
+  }
+
+  __device__ float2 operator()(const float2& a, const float2& b) const {
+    const float distance = b.x - a.x;
+    return make_float2(fmaf(distance, share, a.x), a.y + fmaf(cross * distance, distance, b.y));
+  }
+};
+
+// Those of up to COUNT values of each channel; of fewer, `there` says which. The squares are those about their own
+// mean.
+template <int COUNT, typename X, int N, typename F>
+__device__ void moments_of(const Packed<X, N> (&packed)[COUNT], float count, F there, float2 (&now)[N]) {
+  const auto for_each = [&](auto f) {
+#pragma unroll
+    for (int k = 0; k < COUNT; ++k) {
+      float values[N];
+      unpack(packed[k], values);
+#pragma unroll
+      for (int i = 0; i < N; ++i) f(k, i, values[i]);
+    }
+  };
+#pragma unroll
+  for (int i = 0; i < N; ++i) now[i] = make_float2(0, 0);
+  for_each([&](int, int i, float value) { now[i].x += value; });  // what is not there is zero
+  const float share = reciprocal(count);
+#pragma unroll
+  for (int i = 0; i < N; ++i) now[i].x *= share;
+  for_each([&](int k, int i, float value) {
+    const float off = there(k) ? value - now[i].x : 0.0f;
+    now[i].y = fmaf(off, off, now[i].y);
+  });
+}
 
 // How a kernel reaches channels: in aligned vectors, each of channels of one group or of several, or in elements.
 enum class GroupAccess : uint8_t { whole_groups, vectors, elements };
@@ -15,6 +165,7 @@ enum class GroupAccess : uint8_t { whole_groups, vectors, elements };
 template <typename X, GroupAccess ACCESS>
 constexpr int kGroupBlocks = sizeof(X) < 4 && ACCESS == GroupAccess::whole_groups ? 4 : 3;
 
+// A thread has a vector of channels of every `rows`-th position.
 template <typename X, GroupAccess ACCESS>
 struct GroupTile {
   static constexpr int N = kGroupVector;

@@ -1,7 +1,7 @@
 // The rows of the norms that are no other op's too (norm_rows.h), quantised and gated; and the launches of all.
 #include "engine/cpu/launch.h"
 #include "ops/norm/cpu/norm_rows.h"
-#include "ops/shared/cpu/activation.h"
+#include "ops/shared/cpu/functions.h"
 #include "ops/shared/cpu/quantize.h"
 
 namespace jaxnorm::cpu {

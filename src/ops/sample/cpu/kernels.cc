@@ -6,8 +6,8 @@
 #include "engine/cpu/launch.h"
 #include "engine/cpu/vector.h"
 #include "ops/sample/call.h"
-#include "ops/shared/cpu/exp.h"
-#include "ops/shared/cpu/mask.h"
+#include "ops/shared/cpu/functions.h"
+#include "ops/shared/cpu/logits.h"
 
 namespace jaxnorm::cpu {
 

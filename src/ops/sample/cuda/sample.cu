@@ -6,6 +6,7 @@
 // 3. The sum of what is kept, warp by warp.
 // 4. The column at which u times the sum is passed: in which warp's columns, of these in which lane's, and which of
 // them.
+#include "engine/cuda/device.h"
 #include "engine/cuda/fragment.cuh"
 #include "engine/cuda/launch.cuh"
 #include "ops/sample/call.h"
@@ -274,9 +275,7 @@ namespace jaxnorm::cuda {
 
 Outcome run(const Sample& p, Stream stream) {
   if (p.rows == 0) return {cudaSuccess};
-  if (p.logits.dtype == Dtype::f32) return {sampling::launch<float>(p, stream)};
-  return {p.logits.dtype == Dtype::f16 ? sampling::launch<__half>(p, stream)
-                                       : sampling::launch<__nv_bfloat16>(p, stream)};
+  return {with_dtype(p.logits.dtype, [&](auto x) { return sampling::launch<decltype(x)>(p, stream); })};
 }
 
 }  // namespace jaxnorm::cuda

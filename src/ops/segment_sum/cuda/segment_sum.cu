@@ -7,6 +7,7 @@
 // chunks, and added up by a second kernel, in their order.
 #include <climits>
 
+#include "engine/cuda/device.h"
 #include "engine/cuda/launch.cuh"
 #include "ops/segment_sum/call.h"
 
@@ -309,8 +310,7 @@ Outcome run(const SegmentSum& p, Stream stream) {
   }
   if (chunks.count == 0) return {cudaSuccess};
   if (p.workspace.floats < chunks.count * (2 * p.cols + 2)) return {cudaErrorMemoryAllocation};
-  if (p.data.dtype == Dtype::f32) return {launch<float>(p, chunks, stream)};
-  return {p.data.dtype == Dtype::f16 ? launch<__half>(p, chunks, stream) : launch<__nv_bfloat16>(p, chunks, stream)};
+  return {with_dtype(p.data.dtype, [&](auto x) { return launch<decltype(x)>(p, chunks, stream); })};
 }
 
 }  // namespace jaxnorm::cuda

@@ -1,11 +1,87 @@
-// A row of logits, as a thread group reads it.
+// Logits: how z follows from x, see ops/shared/logits.h, their exponentials, and a row of them as a thread group reads
+// it.
 #pragma once
 
 #include "engine/cuda/row_loop.cuh"
-#include "ops/shared/cuda/logit_scale.cuh"
 #include "ops/shared/cuda/mask.cuh"
 
 namespace jaxnorm::cuda {
+
+constexpr float kLog2e = 1.44269504f;
+
+// exp(difference), of a logit and its row's logsumexp: as they are subtracted first, the large ones are the most exact.
+__device__ inline float exponential(float difference) { return exp2_estimate(difference * kLog2e); }
+
+// The logarithm of a share of a row that has most of it: where a gradient is a difference to 1, its digits are few.
+constexpr float kMostOfRow = -0.25f;
+
+// exp(difference) - 1, of one that is above that.
+__device__ inline float exponential_less_1(float difference) {
+  float factor = fmaf(difference, 1.0f / 720, 1.0f / 120);
+  factor = fmaf(factor, difference, 1.0f / 24);
+  factor = fmaf(factor, difference, 1.0f / 6);
+  factor = fmaf(factor, difference, 0.5f);
+  return fmaf(factor * difference, difference, difference);
+}
+
+// What is subtracted of a row's w: its top, but of a row where none counts 0, so that no difference is NaN.
+__device__ inline float origin_of(float top) { return top > -INFINITY ? top : 0.0f; }
+
+// Of soft caps.
+struct Tanh {
+  float value, complement;  // which is 1 - value²
+};
+
+// tanh(v) for values of X: of f32 to about two units in the last place, and of half types, whose rounding hides the
+// rest, to as many of 1.
+template <typename X>
+__device__ Tanh tanh_of(float v) {
+  // tanh(|v|) = 1 - 2 * rest, where rest = 1 / (1 + exp(2 |v|)): exact where it is large.
+  const float rest = reciprocal_estimate(1.0f + exp2_estimate(fabsf(v) * 2.88539008f));
+  Tanh result{copysignf(fmaf(-2.0f, rest, 1.0f), v), 4.0f * rest * (1.0f - rest)};
+  if constexpr (sizeof(X) == 4) {
+    // And where it is small, as a polynomial for |v| < 0.55.
+    const float square = v * v;
+    float slope = fmaf(square, 1.57394409e-2f, -5.23025943e-2f);
+    slope = fmaf(slope, square, 1.33152977e-1f);
+    slope = fmaf(slope, square, -3.33327681e-1f);
+    const float small = fmaf(slope * square, v, v);
+    if (fabsf(v) < 0.55f) result = {small, fmaf(-small, small, 1.0f)};
+  }
+  return result;
+}
+
+// t is x, or with a soft cap z; w is t * factor, and a logit's distance from the largest one (w - max(w)) * unit.
+struct LogitScale {
+  float of_cap;     // what tanh is taken of is x * of_cap
+  float cap;        // 0: there is no soft cap
+  float factor;     // of w
+  float unit;       // not 0, as columns that do not count have a w of -inf
+  float log2_unit;  // unit * log2(e)
+  bool descending;  // whether w falls where x grows
+  bool wants_log;   // whether the logarithm of the sum of exponentials is wanted, and not the sum
+  bool with_total;
+
+  LogitScale(const Scale& scale, float soft_cap, bool wants_log, bool with_total)
+      : of_cap(soft_cap == 0 ? 0 : scale.whole / soft_cap),
+        cap(soft_cap),
+        factor(soft_cap != 0 ? 1.0f : scale.power),
+        unit(soft_cap != 0 ? 1.0f : std::fmax(scale.unit, FLT_TRUE_MIN)),
+        log2_unit(static_cast<float>(unit * 1.4426950408889634)),
+        descending(scale.whole < 0),
+        wants_log(wants_log),
+        with_total(with_total) {}
+
+  // 2^(the distance from `max` in w).
+  __device__ float exponential(float t, float max) const { return exp2_estimate(fmaf(t, factor, -max) * log2_unit); }
+  // By what a sum has to be multiplied that was made with the maximum `from`.
+  __device__ float between(float from, float to) const { return exp2_estimate((from - to) * log2_unit); }
+
+  template <typename X>
+  __device__ float t_of(float x) const {
+    return cap == 0 ? x : tanh_of<X>(x * of_cap).value * cap;
+  }
+};
 
 // The bits of infinity, of a half type twice.
 template <typename X>

@@ -4,7 +4,7 @@
 #include "engine/cuda/launch.cuh"
 #include "engine/cuda/tiling.cuh"
 #include "engine/cuda/vector.cuh"
-#include "ops/shared/mask.h"
+#include "ops/shared/logits.h"
 
 namespace jaxnorm::cuda {
 

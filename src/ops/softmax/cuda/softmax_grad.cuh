@@ -1,13 +1,96 @@
-// The gradients of softmax and log-softmax: one sum over a row of two arrays, and dx from both and the sum.
+// The gradients of softmax and log-softmax: one sum over a row of two arrays, both of which a thread has in registers
+// between the sum and its results, and dx from both and the sum.
 #pragma once
 
 #include "engine/cuda/row_loop.cuh"
-#include "ops/shared/cuda/exponential.cuh"
+#include "ops/shared/cuda/logits.cuh"
 #include "ops/shared/cuda/mask.cuh"
 #include "ops/shared/logits.h"
-#include "ops/softmax/cuda/pair.cuh"
+#include "ops/softmax/call.h"
+#include "ops/softmax/cuda/regimes.h"
 
 namespace jaxnorm::cuda {
+
+// A thread's vectors of one of the arrays. `mask` says how many columns of a vector are read.
+template <typename T, typename Tile>
+class HeldRow {
+ public:
+  // `row`: as of Row<T>. A pipeline may fill its place again once the thread group has met.
+  template <typename Group, typename Mask>
+  __device__ void read(const Group& group, const T* row, const Mask& mask) {
+    row_ = row;
+    if constexpr (Tile::UNALIGNED) {
+      read_words<Tile>(group, row, packed_);
+    } else if constexpr (Tile::KEPT) {
+      if constexpr (Tile::PIPELINED) row += first_of_thread<Tile>(group);
+      for_each_vector<Tile>(group, [&](int vec, auto col, int remaining) {
+        if constexpr (Tile::PIPELINED) {
+          packed_[vec] = remaining > 0 ? load_shared<Tile::N>(row + vec * Tile::STRIDE) : Packed<T, Tile::N>{};
+        } else if constexpr (Tile::ALIGNED && Tile::N > 1) {
+          packed_[vec] = load_now<Tile::N>(row + col, mask.within(col, remaining));
+        } else {
+          packed_[vec] = load<Tile::ALIGNED, Tile::N>(row + col, mask.within(col, remaining));
+        }
+      });
+    }
+  }
+
+  // Columns past the row's end are zero.
+  template <typename Mask>
+  __device__ void get(int vec, int64_t col, int remaining, const Mask& mask, float (&to)[Tile::N]) const {
+    if constexpr (Tile::KEPT) {
+      unpack(packed_[vec], to);
+    } else {
+      unpack(load<Tile::ALIGNED, Tile::N>(row_ + col, mask.within(col, remaining)), to);
+    }
+  }
+
+  // `zero`: as of unpack_again.
+  __device__ void unpack_again(uint32_t zero) {
+    if constexpr (Tile::KEPT && Tile::N > 1 && sizeof(T) < 4)
+#pragma unroll
+      for (auto& packed : packed_)
+#pragma unroll
+        for (uint32_t& word : packed.word) word ^= zero;
+  }
+
+ private:
+  const T* row_ = nullptr;
+  Packed<T, Tile::N> packed_[Tile::KEPT ? Tile::VECTORS : 1];
+};
+
+// Of an array whose type is seen at run time: as floats. All of a thread's vectors stand behind one branch.
+template <typename Tile>
+class HeldRow<AnyElement, Tile> {
+ public:
+  template <typename Group, typename Mask>
+  __device__ void read(const Group& group, const Input& row, const Mask& mask) {
+    row_ = row;
+    if constexpr (Tile::KEPT)
+      with_type(row.dtype, [&](auto* type) {
+        const auto* const data = static_cast<const std::remove_pointer_t<decltype(type)>*>(row.data);
+        for_each_vector<Tile>(group, [&](int vec, auto col, int remaining) {
+          unpack(load<Tile::ALIGNED, Tile::N>(data + col, mask.within(col, remaining)), value_[vec]);
+        });
+      });
+  }
+
+  template <typename Mask>
+  __device__ void get(int vec, int64_t col, int remaining, const Mask& mask, float (&to)[Tile::N]) const {
+    if constexpr (Tile::KEPT) {
+#pragma unroll
+      for (int i = 0; i < Tile::N; ++i) to[i] = value_[vec][i];
+    } else {
+      load_floats<Tile::ALIGNED>(row_, col, mask.within(col, remaining), to);
+    }
+  }
+
+  __device__ void unpack_again(uint32_t) {}
+
+ private:
+  Input row_;
+  float value_[Tile::KEPT ? Tile::VECTORS : 1][Tile::N];
+};
 
 // A call as the kernels see it. second: y of softmax, x of log-softmax.
 struct SoftmaxGradCall {
@@ -296,5 +379,67 @@ struct SoftmaxGradOp : RowOp<std::conditional_t<std::is_same_v<T, AnyElement>, f
   template <typename R, typename Tile>
   using PipelinedEpilogue = WriteDx<SoftmaxGradOp, Tile>;
 };
+
+// By which access a call goes in a regime. What is rare has no pipelines, and goes by elements where it is not aligned:
+// by the kernel for masked rows, which adds up in the same order.
+template <typename Op, typename R>
+cudaError_t launch_rows(const RowLauncher<Op, R>& rows, bool is_aligned, bool is_divided) {
+  constexpr bool kUsual = !Op::Mask::kMasks && Op::kOneType, kHalf = sizeof(typename Op::Stream) == 2;
+  if constexpr (kUsual && R::kVectors != kStreamed) {
+    if constexpr (R::kCluster > 1) {
+      cudaError_t error = cudaErrorNotSupported;
+      if (is_aligned) error = rows.template pipelined<Access::pipelined>({});
+      // Elements take a register each: there is room for so many.
+      if constexpr (R::kVectors * kVector<typename Op::Stream> <= 32)
+        if (!is_divided) error = rows.template pipelined<Access::pipelined_scalar>({});
+      if (error != cudaErrorNotSupported) return error;
+    } else if constexpr (kHalf) {
+      if (!is_aligned) return rows.template direct<Access::unaligned>();
+    } else {
+      if (!is_divided) return rows.template direct<Access::scalar>();
+    }
+  }
+  if (is_aligned) return rows.template direct<Access::vectors>();
+  using Any = std::conditional_t<Op::Mask::kMasks, Op, SoftmaxGradOp<typename Op::Dx, typename Op::Element, RowMask>>;
+  if constexpr (!kUsual || R::kVectors == kStreamed || R::kCluster > 1 || !kHalf)
+    return RowLauncher<Any, R>{rows.p, rows.plan, rows.launch, rows.stream}.template direct<Access::elementwise>();
+  return cudaErrorInvalidValue;  // not reached: it went by unaligned vectors
+}
+
+template <typename Op>
+cudaError_t launch_softmax_grad(const SoftmaxGradCall& p, const Mask& mask, cudaStream_t stream) {
+  constexpr int N = kVector<typename Op::Stream>;
+  constexpr Dtype kStream = kDtype<typename Op::Stream>;
+  constexpr bool kHasWindow = Op::Mask::kHasWindow;
+  using Regimes = std::conditional_t<kHasWindow, WindowRegimes, PairRegimes<size_of(kStream)>>;
+  const Plan plan =
+      kHasWindow ? make_window_plan(kStream, p.cols) : make_pair_plan(kStream, p.cols, current_device().max_cluster());
+  const bool is_divided = p.cols % N == 0;
+  const bool is_aligned = is_divided && are_aligned<N>(p.dy, p.second, p.dx) && is_aligned_for<N>(mask);
+  return with_regime<Regimes>(plan, [&](auto regime) {
+    RowsLaunch launch(plan, p.cols, N, {});
+    return launch_rows(RowLauncher<Op, decltype(regime)>{p, plan, launch, stream}, is_aligned, is_divided);
+  });
+}
+
+template <typename Dx, typename T>
+cudaError_t softmax_grad_as(const SoftmaxGradCall& p, const Mask& mask, cudaStream_t stream) {
+  if (mask.starts) return launch_softmax_grad<SoftmaxGradOp<Dx, T, WindowMask>>(p, mask, stream);
+  if constexpr (!std::is_same_v<T, AnyElement>)
+    if (!mask) return launch_softmax_grad<SoftmaxGradOp<Dx, T, NoMask>>(p, mask, stream);
+  return launch_softmax_grad<SoftmaxGradOp<Dx, T, RowMask>>(p, mask, stream);
+}
+
+template <typename T>
+cudaError_t softmax_grad_of(const SoftmaxBackward& p, cudaStream_t stream) {
+  return softmax_grad_as<SoftmaxDx, T>({p.rows, p.cols, p.dy, p.y, nullptr, nullptr, p.dx, p.scale, MaskLaunch(p.mask)},
+                                       p.mask, stream);
+}
+
+template <typename T>
+cudaError_t log_softmax_grad_of(const LogSoftmaxBackward& p, cudaStream_t stream) {
+  return softmax_grad_as<LogSoftmaxDx, T>(
+      {p.rows, p.cols, p.dy, p.x, p.log_sum, p.top, p.dx, p.scale, MaskLaunch(p.mask)}, p.mask, stream);
+}
 
 }  // namespace jaxnorm::cuda

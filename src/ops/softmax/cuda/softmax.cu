@@ -1,8 +1,7 @@
-// The forward of softmax and log-softmax.
-#pragma once
-
+// The forward of softmax and log-softmax, and from a call, in either direction, to the code for its dtype.
+#include "engine/cuda/device.h"
 #include "ops/shared/cuda/max_sum.cuh"
-#include "ops/softmax/cuda.h"
+#include "ops/softmax/call.h"
 #include "ops/softmax/cuda/regimes.h"
 
 namespace jaxnorm::cuda {
@@ -203,6 +202,37 @@ cudaError_t run_softmax(const SoftmaxForward& p, const Plan& plan, cudaStream_t 
         plan, [&](auto regime) { return launch_windows<X, decltype(regime)>(call, plan, stream); });
   return with_regime<ForwardRegimes<sizeof(X)>>(
       plan, [&](auto regime) { return launch_softmax<X, decltype(regime)>(call, plan, stream); });
+}
+
+// Its rows are those of an RMSNorm: read once, and written. Those with a window have a plan of their own.
+Outcome run(const SoftmaxForward& p, Stream stream) {
+  if (p.rows == 0) return {cudaSuccess};
+  const Plan plan = p.mask.starts
+                        ? make_window_plan(p.x.dtype, p.cols)
+                        : make_forward_plan(/*centred=*/false, p.x.dtype, p.cols, current_device().max_cluster());
+  return {with_dtype(p.x.dtype, [&](auto type) { return run_softmax<decltype(type)>(p, plan, stream); })};
+}
+
+// Of softmax_grad.cuh. T: of all arrays; AnyElement: of each another, as far as the op allows.
+template <typename T>
+cudaError_t softmax_grad_of(const SoftmaxBackward& p, cudaStream_t stream);
+template <typename T>
+cudaError_t log_softmax_grad_of(const LogSoftmaxBackward& p, cudaStream_t stream);
+
+Outcome run(const SoftmaxBackward& p, Stream stream) {
+  if (p.rows == 0) return {cudaSuccess};
+  if (p.dx.dtype != p.y.dtype) return {softmax_grad_of<AnyElement>(p, stream)};
+  return {with_dtype(p.y.dtype, [&](auto type) { return softmax_grad_of<decltype(type)>(p, stream); })};
+}
+
+Outcome run(const LogSoftmaxBackward& p, Stream stream) {
+  if (p.rows == 0) return {cudaSuccess};
+  if (p.dy.dtype != p.x.dtype) return {log_softmax_grad_of<AnyElement>(p, stream)};
+  return {with_dtype(p.x.dtype, [&](auto type) { return log_softmax_grad_of<decltype(type)>(p, stream); })};
+}
+
+WorkspaceSize softmax_workspace(const WorkspaceQuery& query) {
+  return {0, has_tickets(/*centred=*/false, query.dtype, query.cols) ? 1 : 0};
 }
 
 }  // namespace jaxnorm::cuda

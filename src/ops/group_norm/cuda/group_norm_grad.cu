@@ -1,6 +1,5 @@
 // The gradients of GroupNorm: the sums of tiles, and dx.
-#pragma once
-
+#include "engine/cuda/device.h"
 #include "ops/group_norm/cuda/group_tile.cuh"
 
 namespace jaxnorm::cuda {
@@ -174,6 +173,12 @@ cudaError_t run_group_norm_grad(const GroupNormBackward& p, const GroupPlan& pla
   cudaError_t error = run_group_sums<X>(p, plan, stream);
   if (error == cudaSuccess) error = merge_group_sums(p, plan, stream);
   return error == cudaSuccess ? run_group_dx<X>(p, plan, stream) : error;
+}
+
+Outcome run(const GroupNormBackward& p, Stream stream) {
+  const GroupPlan plan = group_plan_of(p);
+  if (plan.chunks == 0 && p.examples > 0) return {cudaErrorMemoryAllocation};
+  return {with_dtype(p.x.dtype, [&](auto type) { return run_group_norm_grad<decltype(type)>(p, plan, stream); })};
 }
 
 }  // namespace jaxnorm::cuda

@@ -1,27 +1,62 @@
-// The shapes of rows, and of weights that differ between rows.
+// XLA's buffers, their shapes and dtypes and how messages print them; and the shapes of rows, and of weights that
+// differ between rows.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 #include <optional>
+#include <sstream>
+#include <string>
+#include <vector>
 
-#include "ffi/buffers.h"
-#include "ops/norm/call.h"
-#include "ops/shared/mask.h"
+#include "operands.h"
+#include "xla/ffi/api/ffi.h"
 
 namespace jaxnorm {
 
-// What follows from the shape of x and the number of normalised axes; `weight` and `weight_rows` from the first weight
-// too.
-struct RowShapes {
-  Shape x, statistics, weight;
-  int64_t axes = 0, rows = 1, cols = 1;
-  RowMap weight_rows;
-  bool has_weight = false;
+namespace ffi = xla::ffi;
 
-  // Makes the shape of a weight that of the first that comes, if a kernel takes it.
-  void adopt(const Shape& first_weight);
-};
+using Shape = std::vector<int64_t>;
+
+inline Shape shape_of(const ffi::AnyBuffer& buffer) {
+  return Shape(buffer.dimensions().begin(), buffer.dimensions().end());
+}
+
+inline std::optional<Dtype> dtype_of(const ffi::AnyBuffer& buffer) {
+  switch (buffer.element_type()) {
+    case ffi::F32:
+      return Dtype::f32;
+    case ffi::F16:
+      return Dtype::f16;
+    case ffi::BF16:
+      return Dtype::bf16;
+    case ffi::F8E4M3FN:
+      return Dtype::f8e4m3fn;
+    case ffi::F8E5M2:
+      return Dtype::f8e5m2;
+    case ffi::S8:
+      return Dtype::s8;
+    default:
+      return std::nullopt;
+  }
+}
+
+inline const char* name_of(Dtype dtype) {
+  constexpr const char* names[] = {"F32", "F16", "BF16", "F8E4M3FN", "F8E5M2", "S8"};
+  return names[static_cast<int>(dtype)];
+}
+
+inline std::string text(const Shape& shape) {
+  std::string out;
+  for (int64_t extent : shape) out += (out.empty() ? "" : ",") + std::to_string(extent);
+  return "[" + out + "]";
+}
+
+inline std::string text(const ffi::AnyBuffer& buffer) {
+  std::ostringstream out;
+  out << buffer.element_type() << text(shape_of(buffer));
+  return out.str();
+}
 
 // Which row of a weight of shape (lead..., normalised...) goes with which row of x. The lead is aligned to the right
 // with x's other axes, each of its axes 1 or as long as x's. Nothing where it has another shape, or no RowMap describes
@@ -45,6 +80,25 @@ inline std::optional<RowMap> weight_rows_of(const Shape& x, const Shape& weight,
   weight_rows.inner = std::max<int64_t>(1, weight_rows.inner);
   return weight_rows;
 }
+
+// What follows from the shape of x and the number of normalised axes; `weight` and `weight_rows` from the first weight
+// too.
+struct RowShapes {
+  Shape x, statistics, weight;
+  int64_t axes = 0, rows = 1, cols = 1;
+  RowMap weight_rows;
+  bool has_weight = false;
+
+  // Makes the shape of a weight that of the first that comes, if a kernel takes it.
+  void adopt(const Shape& first_weight) {
+    if (has_weight) return;
+    has_weight = true;
+    const auto map = weight_rows_of(x, first_weight, axes);
+    if (!map || (map->count > 1 && cols > kPerHeadCols)) return;
+    weight = first_weight;
+    weight_rows = *map;
+  }
+};
 
 // Which row of an operand of x's rank goes with which row of x, where one axis is a row's: along each of the others it
 // is 1 long or as long as x, and there are at most two runs of axes along which its rows differ. Else nothing.
@@ -74,15 +128,6 @@ inline std::optional<BroadcastRows> broadcast_rows_of(const RowShapes& rows, con
   for (RowMap* each : {&map.outer, &map.inner})
     *each = {std::max<int64_t>(1, each->count), std::max<int64_t>(1, each->inner)};
   return map;
-}
-
-inline void RowShapes::adopt(const Shape& first_weight) {
-  if (has_weight) return;
-  has_weight = true;
-  const auto map = weight_rows_of(x, first_weight, axes);
-  if (!map || (map->count > 1 && cols > kPerHeadCols)) return;
-  weight = first_weight;
-  weight_rows = *map;
 }
 
 }  // namespace jaxnorm

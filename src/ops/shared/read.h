@@ -1,13 +1,49 @@
-// Reads how a result is quantised.
+// The readers of what ops share: an activation, a mask, and how a result is quantised.
 #pragma once
 
 #include <algorithm>
+#include <initializer_list>
 #include <iterator>
+#include <string>
+#include <string_view>
 
 #include "ffi/reader.h"
+#include "ops/shared/activation.h"
+#include "ops/shared/logits.h"
 #include "ops/shared/quantization.h"
 
 namespace jaxnorm {
+
+// One of those that the op knows.
+inline Activation read_activation(Reader& in, std::initializer_list<Activation> known) {
+  const auto name = in.attribute<std::string_view>("activation");
+  std::string names;
+  for (const Activation activation : known) {
+    if (name == name_of(activation)) return activation;
+    names += std::string(names.empty() ? "" : ", ") + name_of(activation);
+  }
+  in.fail("activation is none of " + names);
+  return *known.begin();
+}
+
+inline void read_where_operand(Reader& in, const RowShapes& rows, Mask& mask) {
+  mask.where = static_cast<const uint8_t*>(in.broadcast_operand("where", rows, rows.cols, ffi::PRED, &mask.where_rows));
+}
+
+inline void read_where(Reader& in, const RowShapes& rows, Mask& mask) {
+  if (in.flag("has_where")) read_where_operand(in, rows, mask);
+}
+
+inline void read_lengths(Reader& in, const RowShapes& rows, Mask& mask) {
+  if (!in.flag("has_lengths")) return;
+  mask.lengths = static_cast<const int32_t*>(in.broadcast_operand("lengths", rows, 1, ffi::S32, &mask.lengths_rows));
+}
+
+inline void read_starts(Reader& in, const RowShapes& rows, Mask& mask) {
+  if (!in.later_flag("has_starts")) return;
+  in.require(mask.lengths, "there are starts, but no lengths");
+  mask.starts = static_cast<const int32_t*>(in.broadcast_operand("starts", rows, 1, ffi::S32, &mask.starts_rows));
+}
 
 // group: how many neighbouring columns share a scale; 0: all of a row.
 inline void check_group(Reader& in, const RowShapes& rows, int64_t group, bool has_given) {

@@ -1,71 +1,9 @@
 // Gated activations. A thread takes vectors of the result that lie kGateThreads apart, wherever rows begin, and reads
 // all of them before it computes.
-#pragma once
-
-#include "engine/cuda/launch.cuh"
-#include "ops/gated_activation/cuda.h"
-#include "ops/shared/cuda/activation.cuh"
+#include "engine/cuda/device.h"
+#include "ops/gated_activation/cuda/gate_tile.cuh"
 
 namespace jaxnorm::cuda {
-
-constexpr int kGateThreads = 256;
-
-// Where a block's vectors are, of so many elements each, EACH of them for each thread.
-template <int VECTOR, int EACH>
-class GateTile {
- public:
-  static constexpr int N = VECTOR, COUNT = EACH;
-
-  GateTile() = default;
-  __device__ explicit GateTile(const GatedShape& shape) : shape_(shape), vectors_(shape.cols / N) {
-    const int64_t first = int64_t{blockIdx.x} * kVectors;
-    row_ = first / vectors_;
-    vector_ = first % vectors_ + threadIdx.x;
-    left_ = shape.rows * vectors_ - first - threadIdx.x;
-  }
-
-  static int64_t blocks(const GatedShape& shape) { return (shape.rows * (shape.cols / N) + kVectors - 1) / kVectors; }
-
-  // Calls f(i, at, in, count), with the places of the first elements in an array like y and in one like the gate, and
-  // how many there are, N or none, for each of the thread's vectors.
-  template <typename F>
-  __device__ void each(F f) const {
-#pragma unroll
-    for (int i = 0; i < COUNT; ++i) {
-      int64_t row = row_, vector = vector_ + i * kGateThreads;
-      if (vector >= vectors_) {
-        // Of rows that are not shorter than a block's part the next one, else any of the next ones.
-        const int rows = vectors_ >= kVectors ? 1 : static_cast<int>(vector) / static_cast<int>(vectors_);
-        row += rows;
-        vector -= rows * vectors_;
-      }
-      f(i, row * shape_.cols + vector * N, row * shape_.stride + vector * N, i * kGateThreads < left_ ? N : 0);
-    }
-  }
-
- private:
-  static constexpr int kVectors = kGateThreads * COUNT;
-
-  GatedShape shape_;
-  int64_t vectors_, row_, vector_, left_;  // of a row; the thread's first one, and how many are left from there
-};
-
-// Calls f with the activation as a type.
-template <typename F>
-__device__ void with_gate(Activation activation, F f) {
-  switch (activation) {
-    case Activation::silu:
-      return f(Silu{});
-    case Activation::sigmoid:
-      return f(Sigmoid{});
-    case Activation::relu2:
-      return f(Relu2{});
-    case Activation::gelu:
-      return f(Gelu{});
-    default:
-      return f(GeluExact{});
-  }
-}
 
 template <typename X, typename Tile>
 __global__ void __launch_bounds__(kGateThreads) gated_activation_kernel(GatedActivationForward p) {
@@ -118,13 +56,6 @@ __global__ void __launch_bounds__(kGateThreads) gated_activation_grad_kernel(Gat
   });
 }
 
-template <typename Tile, typename Op>
-cudaError_t launch_gates(void (*kernel)(Op), const Op& p, cudaStream_t stream) {
-  const int64_t blocks = Tile::blocks(p);
-  if (blocks > INT_MAX) return cudaErrorInvalidConfiguration;
-  return blocks == 0 ? cudaSuccess : launch_grid(kernel, dim3(static_cast<unsigned>(blocks)), kGateThreads, stream, p);
-}
-
 // Calls f with a tile of 16-byte vectors or, where these do not divide rows or arrays are not aligned, of elements.
 template <typename X, int VECTORS, int ELEMENTS, typename F, typename... Arrays>
 cudaError_t with_tile(const GatedShape& shape, F f, const Arrays&... arrays) {
@@ -153,6 +84,14 @@ cudaError_t run_gated_activation_grad(const GatedActivationBackward& p, cudaStre
         return launch_gates<Tile>(gated_activation_grad_kernel<X, Tile>, p, stream);
       },
       p.dy, p.gate, p.up, p.dgate, p.dup);
+}
+
+Outcome run(const GatedActivationForward& p, Stream stream) {
+  return {with_dtype(p.y.dtype, [&](auto x) { return run_gated_activation<decltype(x)>(p, stream); })};
+}
+
+Outcome run(const GatedActivationBackward& p, Stream stream) {
+  return {with_dtype(p.dy.dtype, [&](auto x) { return run_gated_activation_grad<decltype(x)>(p, stream); })};
 }
 
 }  // namespace jaxnorm::cuda

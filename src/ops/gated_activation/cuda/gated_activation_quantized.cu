@@ -1,11 +1,10 @@
 // Gated activations with a quantised result. Groups of columns that share a scale lie in neighbouring threads, whole
 // rows in a block.
-#pragma once
-
 #include <iterator>
 
-#include "ops/gated_activation/cuda/gated_activation.cuh"
-#include "ops/shared/cuda/quantize_row.cuh"
+#include "engine/cuda/device.h"
+#include "ops/gated_activation/cuda/gate_tile.cuh"
+#include "ops/shared/cuda/quantize.cuh"
 
 namespace jaxnorm::cuda {
 
@@ -77,6 +76,10 @@ cudaError_t run_gated_activation_quantized(const QuantizedGates& p, cudaStream_t
   }
   return is_held<N, kHeld, kMostRowWarps>(q.group) ? launch_quantized_rows<X, N, kHeld>(p, stream)
                                                    : launch_quantized_rows<X, N, 0>(p, stream);
+}
+
+Outcome run(const QuantizedGates& p, Stream stream) {
+  return {with_dtype(p.gate.dtype, [&](auto x) { return run_gated_activation_quantized<decltype(x)>(p, stream); })};
 }
 
 }  // namespace jaxnorm::cuda

@@ -9,10 +9,9 @@
 #include <optional>
 #include <string>
 
-#include "ops/quantized_dot/call.h"
-#include "ops/quantized_dot/cuda.h"
-#include "ops/quantized_dot/cuda/copied_dot.h"
 #include "engine/cuda/cublaslt.h"
+#include "engine/cuda/device.h"
+#include "ops/quantized_dot/cuda/copied_dot.h"
 
 namespace jaxnorm::cuda {
 namespace {
@@ -233,7 +232,7 @@ bool begins_at_words(const QuantizedDot& p) {
 
 }  // namespace
 
-std::string run(const QuantizedDot& p, cudaStream_t stream) {
+std::string run(const QuantizedDot& p, Stream stream) {
   if (p.rows == 0 || p.cols == 0) return "";
   const RelaxedCapture relaxed;
   std::string why;

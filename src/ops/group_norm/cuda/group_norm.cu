@@ -1,7 +1,7 @@
-// GroupNorm: the moments of tiles, and the result.
-#pragma once
+// GroupNorm: the moments of tiles, and the result; and the plan of either direction.
+#include <algorithm>
 
-#include "ops/group_norm/cuda/group_moments.cuh"
+#include "engine/cuda/device.h"
 #include "ops/group_norm/cuda/group_tile.cuh"
 
 namespace jaxnorm::cuda {
@@ -95,6 +95,37 @@ cudaError_t run_group_norm(const GroupNormForward& p, const GroupPlan& plan, cud
   cudaError_t error = run_group_moments<X>(p, plan, stream);
   if (error == cudaSuccess) error = merge_group_moments(p, plan, stream);
   return error == cudaSuccess ? run_group_apply<X>(p, plan, stream) : error;
+}
+
+Outcome run(const GroupNormForward& p, Stream stream) {
+  if (p.examples == 0) return {cudaSuccess};
+  const GroupPlan plan = group_plan_of(p);
+  if (plan.chunks == 0) return {cudaErrorMemoryAllocation};
+  return {with_dtype(p.x.dtype, [&](auto type) { return run_group_norm<decltype(type)>(p, plan, stream); })};
+}
+
+GroupPlan make_group_plan(int64_t positions, int64_t groups, int64_t group_size, int64_t floats_a_group) {
+  GroupPlan plan{positions, groups * group_size};
+  const int64_t vectors = ceil_div(plan.channels, kGroupVector);
+  plan.width = 1;
+  while (plan.width < kGroupWidth && plan.width < vectors) plan.width *= 2;
+  plan.slices = static_cast<int>(ceil_div(vectors, plan.width));
+
+  const int64_t room = std::max<int64_t>(0, floats_a_group / 2 - 1) / group_size;
+  if (room < 1) return plan;
+  const int64_t least = kGroupThreads / plan.width * kGroupAtOnce * 2;
+  const auto are_more_than = [&](int64_t chunks) { return ceil_div(positions, plan.chunk) > chunks; };
+  plan.chunk = least;
+  while ((are_more_than(kFewChunks) && plan.chunk < 4 * least) || are_more_than(std::min(kMostChunks, room)))
+    plan.chunk *= 2;
+  plan.chunks = static_cast<int>(ceil_div(positions, plan.chunk));
+  plan.floats_a_group = 2 * (plan.chunks * group_size + 1);
+  return plan;
+}
+
+WorkspaceSize group_norm_workspace(const WorkspaceQuery& query) {
+  const auto [groups, group_size] = query.weight_rows;
+  return {make_group_plan(query.cols / group_size, groups, group_size).floats_a_group, 0};
 }
 
 }  // namespace jaxnorm::cuda

@@ -1,10 +1,8 @@
 // Columns rounded to float8, as they lie and transposed, and read once: a cluster has a strip of columns, and each of
 // its blocks some of their rows in shared memory, between the largest magnitudes, which the blocks exchange, and the
 // values. Of more rows than a cluster holds one kernel finds the largest magnitudes and another one rounds.
-#pragma once
-
-#include "ops/float8_linear/cuda/round_rows.cuh"
-#include "ops/float8_linear/cuda/round_tiles.cuh"
+#include "engine/cuda/device.h"
+#include "ops/float8_linear/cuda/rounding.cuh"
 
 namespace jaxnorm::cuda {
 
@@ -209,5 +207,11 @@ cudaError_t run_round_columns(const RoundColumns& p, cudaStream_t stream) {
   if (error == cudaSuccess) error = largest_of_columns<X>(columns, stream);
   return error != cudaSuccess ? error : round_tiles<X>({columns, quantized, values, transposed}, stream);
 }
+
+Outcome run(const RoundColumns& p, Stream stream) {
+  return {with_dtype(p.x.dtype, [&](auto x) { return run_round_columns<decltype(x)>(p, stream); })};
+}
+
+WorkspaceSize round_columns_workspace(const WorkspaceQuery& query) { return {0, query.cols}; }
 
 }  // namespace jaxnorm::cuda

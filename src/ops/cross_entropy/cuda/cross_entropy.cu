@@ -1,7 +1,6 @@
 // The forward of cross-entropy: it reads a row once, and writes only what the row comes to. Long rows are streamed.
-#pragma once
-
-#include "ops/cross_entropy/cuda.h"
+#include "engine/cuda/device.h"
+#include "ops/cross_entropy/call.h"
 #include "ops/shared/cuda/max_sum.cuh"
 
 namespace jaxnorm::cuda {
@@ -102,6 +101,11 @@ cudaError_t run_cross_entropy(const CrossEntropyForward& p, cudaStream_t stream)
     if (p.mask) return masked.template direct<Access::vectors>();
     return RowLauncher<CrossEntropyOp<X, NoMask>, R>{call, plan, launch, stream}.template direct<Access::vectors>();
   });
+}
+
+Outcome run(const CrossEntropyForward& p, Stream stream) {
+  if (p.rows == 0) return {cudaSuccess};
+  return {with_dtype(p.x.dtype, [&](auto x) { return run_cross_entropy<decltype(x)>(p, stream); })};
 }
 
 }  // namespace jaxnorm::cuda

@@ -1,1 +1,0 @@
-jaxnorm_kernels(cross_entropy run_cross_entropy)

@@ -1,2 +1,0 @@
-jaxnorm_kernels(gated_activation_quantized run_gated_activation_quantized)
-jaxnorm_kernels(gated_activation "run_gated_activation;run_gated_activation_grad")

@@ -1,2 +1,0 @@
-jaxnorm_kernels(group_norm_grad run_group_norm_grad)
-jaxnorm_kernels(group_norm run_group_norm)

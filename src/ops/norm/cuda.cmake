@@ -1,6 +1,0 @@
-jaxnorm_kernels_apart(quantized_norm run_quantized_norm)
-jaxnorm_kernels_apart(norm_grad_launch norm_grad_of)
-jaxnorm_kernels(norm run_norm)
-jaxnorm_kernels(add_norm "run_add_norm;run_scaled_add_norm")
-jaxnorm_kernels(gated_norm_grad gated_norm_grad_of)
-jaxnorm_kernels(gated_norm run_gated_norm)

@@ -1,2 +1,0 @@
-jaxnorm_kernels_apart(qk_norm_rotary run_qk_norm_rotary)
-jaxnorm_kernels(qk_norm_rotary_grad run_qk_norm_rotary_grad)

@@ -1,1 +1,0 @@
-jaxnorm_kernels(sandwich_norm run_sandwich_norm)

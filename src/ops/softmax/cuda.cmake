@@ -1,3 +1,0 @@
-jaxnorm_kernels(softmax run_softmax)
-jaxnorm_kernels_apart(softmax_grad_launch "softmax_grad_of;log_softmax_grad_of")
-jaxnorm_unit(softmax_grad_launch_mixed softmax_grad_launch "softmax_grad_of;log_softmax_grad_of" AnyElement)
