@@ -5,6 +5,7 @@
 #include "engine/cpu/stats.h"
 #include "ffi/cpu.h"
 #include "ffi/table.h"
+#include "ops/shared/cpu/grad.h"
 #include "ops/shared/cpu/rows.h"
 
 namespace toy {

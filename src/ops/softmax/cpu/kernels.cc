@@ -3,8 +3,8 @@
 #include "engine/cpu/isa.h"
 #include "engine/cpu/parallel.h"
 #include "engine/cpu/types.h"
+#include "ops/shared/cpu/grad.h"
 #include "ops/shared/cpu/logits.h"
-#include "ops/shared/cpu/rows.h"
 #include "ops/softmax/call.h"
 
 namespace jaxnorm::cpu {
