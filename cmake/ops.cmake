@@ -4,7 +4,7 @@
 #
 #   call.h               the struct of a call in each direction, and what it runs on the CPU and on CUDA
 #   read.h               the readers, and `kTable`: a row for each target
-#   cpu/*.cc             the CPU kernels, compiled for each instruction set, and what is compiled once, see engine/cpu/isa.h
+#   cpu/*.cc             the CPU kernels, compiled for each instruction set, and what is compiled once (JAXNORM_ONCE)
 #   cpu/run.cc           launches that are a source of their own, compiled once
 #   cuda/*.cu, *.cc      the CUDA kernels, and from a call to the code for its dtype
 #
@@ -12,8 +12,8 @@
 set(JAXNORM_OPS "" CACHE STRING "Which ops to build, ';' between them; empty: all")
 set(jaxnorm_ops "")
 
-# The op of this name. NEEDS: the others whose code it calls. KERNELS and APART: what units.cmake compiles by dtype, each
-# as header:function,function of its folder cuda.
+# The op of this name. NEEDS: the others whose code it calls. KERNELS and APART: what units.cmake compiles by dtype of
+# headers in cuda/, each as header:function,function.
 macro(jaxnorm_op name)
   list(APPEND jaxnorm_ops ${name})
   cmake_parse_arguments(jaxnorm_${name} "" "" "NEEDS;KERNELS;APART" ${ARGN})
