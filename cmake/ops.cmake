@@ -12,8 +12,8 @@
 set(JAXNORM_OPS "" CACHE STRING "Which ops to build, ';' between them; empty: all")
 set(jaxnorm_ops "")
 
-# The op of this name. NEEDS: the others whose code it calls. KERNELS and APART: what units.cmake compiles by dtype, each
-# as header:function,function of its folder cuda.
+# The op of this name. NEEDS: the others whose code it calls. KERNELS and APART: what units.cmake compiles by dtype of
+# headers in cuda/, each as header:function,function.
 macro(jaxnorm_op name)
   list(APPEND jaxnorm_ops ${name})
   cmake_parse_arguments(jaxnorm_${name} "" "" "NEEDS;KERNELS;APART" ${ARGN})

@@ -1,6 +1,6 @@
-# The units of the CUDA kernels whose dtypes are not compiled together, or whose header others include: each instantiates
-# functions of a header for dtypes. They are written to the folder JAXNORM_UNITS, and `jaxnorm_units` lists them, what
-# takes longest to compile first. As a script, for those who compile them without the build:
+# The units of the CUDA kernels whose dtypes are not all compiled together, or whose header others include: each
+# instantiates functions of a header for dtypes. They are written to the folder JAXNORM_UNITS, and `jaxnorm_units` lists
+# them, what takes longest to compile first. As a script, for those who compile them without the build:
 #
 #   cmake -D JAXNORM_UNITS=units -P cmake/units.cmake
 if(CMAKE_SCRIPT_MODE_FILE)

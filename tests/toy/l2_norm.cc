@@ -4,6 +4,7 @@
 #include "engine/cpu/row_loop.h"
 #include "ffi/cpu.h"
 #include "ffi/table.h"
+#include "ops/shared/cpu/grad.h"
 #include "ops/shared/cpu/rows.h"
 
 namespace toy {
