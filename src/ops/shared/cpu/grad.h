@@ -1,7 +1,7 @@
 // The operands and the result of a backward without anything between its rows and x_hat, and the weights of its rows.
 #pragma once
 
-#include "engine/cpu/grad_loop.h"
+#include "engine/cpu/row_loop.h"
 
 namespace jaxnorm::cpu {
 namespace {
