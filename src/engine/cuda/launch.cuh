@@ -7,6 +7,7 @@
 #include <climits>
 #include <cstdint>
 #include <initializer_list>
+#include <iterator>
 
 #include "engine/cuda/device.h"
 #include "engine/cuda/pipeline.cuh"
@@ -56,7 +57,7 @@ struct Reread<TableRegime<TABLE, ENTRY>> {
 // Calls f with the regime of a plan that was made from the table: there is one for each of its entries.
 template <typename TABLE, int ENTRY = 0, typename F>
 cudaError_t with_regime(const Plan& plan, F f) {
-  if constexpr (ENTRY == TABLE::kTable.kSize) {
+  if constexpr (ENTRY == static_cast<int>(std::size(TABLE::kTable.entry))) {
     return cudaErrorInvalidValue;  // the plan was made from another table
   } else {
     return plan.entry == ENTRY ? f(TableRegime<TABLE, ENTRY>{}) : with_regime<TABLE, ENTRY + 1>(plan, f);

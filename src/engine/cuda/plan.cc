@@ -2,11 +2,6 @@
 
 namespace jaxnorm::cuda {
 
-static_assert(plan_from<ForwardRegimes>(false, Dtype::bf16, kLongestRow, 1).entry >= 0);
-static_assert(plan_from<ForwardRegimes>(true, Dtype::f32, kLongestRow, kMaxCluster).entry >= 0);
-static_assert(plan_from<OneBlockRegimes>(false, Dtype::bf16, kLongestRow, 1).entry >= 0);
-static_assert(plan_from<OneBlockRegimes>(false, Dtype::f32, kLongestRow, 1).entry >= 0);
-
 const char* Plan::regime() const {
   if (vectors == kStreamed) return segments > 0 ? "segments" : "looped";
   if (blocks_per_row > 1) return "cluster per row";

@@ -89,7 +89,6 @@ struct ForwardRegime {
 template <size_t SIZE>
 struct RegimeTable {
   ForwardRegime entry[SIZE];
-  static constexpr int kSize = static_cast<int>(SIZE);
 };
 
 // Rows that share a block, of elements of BYTES. Four vectors under way take 80 registers.
@@ -176,7 +175,7 @@ template <size_t SIZE>
 constexpr Plan plan_from(const RegimeTable<SIZE>& table, bool centred, Dtype x, int64_t cols, int max_cluster) {
   const int64_t row = ceil_div(cols, vector_of(x));
   const bool is_divided = cols % vector_of(x) == 0;
-  for (int i = 0; i < table.kSize; ++i) {
+  for (int i = 0; i < static_cast<int>(SIZE); ++i) {
     const ForwardRegime& regime = table.entry[i];
     if (regime.divided_only && !is_divided) continue;
     if (regime.vectors == kStreamed) {
@@ -206,8 +205,16 @@ constexpr Plan plan_from(bool centred, Dtype x, int64_t cols, int max_cluster) {
                          : plan_from(REGIMES<2>::kTable, centred, x, cols, max_cluster);
 }
 
-// A table that serves rows of any length has room for the longest in its last regime.
-constexpr int64_t kLongestRow = int64_t{1} << 50;
+// Whether a table serves rows of any length, with clusters and without: its last regime has room for the longest.
+template <size_t SIZE>
+constexpr bool serves_any_row(const RegimeTable<SIZE>& table) {
+  const auto serves = [&](int max_cluster) {
+    return plan_from(table, false, Dtype::f32, int64_t{1} << 50, max_cluster).entry >= 0;
+  };
+  return serves(1) && serves(kMaxCluster);
+}
+static_assert(serves_any_row(ForwardRegimes<2>::kTable) && serves_any_row(ForwardRegimes<4>::kTable));
+static_assert(serves_any_row(OneBlockRegimes<2>::kTable) && serves_any_row(OneBlockRegimes<4>::kTable));
 
 Plan make_forward_plan(bool centred, Dtype x, int64_t cols, int max_cluster);
 

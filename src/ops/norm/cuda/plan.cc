@@ -58,10 +58,10 @@ RowSchedule schedule_rows(int64_t blocks, int64_t rows, RowMap weight_rows, int 
 
 // How many blocks, or clusters, run at once: the same on every GPU, so that dscale is.
 int64_t grad_blocks_at_once(Dtype x, int64_t cols) {
-  constexpr int64_t kLongestOfCluster = int64_t{kElements} * kMaxThreads * kMaxCluster;
+  constexpr int64_t longest_of_cluster = int64_t{kElements} * kMaxThreads * kMaxCluster;
   // Rows of up to twice that have as many partial rows as those of the largest clusters: programs that were exported
   // have room for no more.
-  if (cols > 2 * kLongestOfCluster) return rows_of_column_blocks(x, cols);
+  if (cols > 2 * longest_of_cluster) return rows_of_column_blocks(x, cols);
   const Plan plan = make_backward_plan(x, cols, kMaxCluster);
   // In clusters of 8 and 16 the remainders of a chip's GPCs stay idle.
   switch (plan.segments > 0 ? kMaxCluster : plan.blocks_per_row) {

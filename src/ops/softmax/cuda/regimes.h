@@ -26,9 +26,8 @@ struct WindowRegimes {
   }};
 };
 
-static_assert(plan_from<PairRegimes>(false, Dtype::bf16, kLongestRow, 1).entry >= 0);
-static_assert(plan_from<PairRegimes>(false, Dtype::f32, kLongestRow, kMaxCluster).entry >= 0);
-static_assert(plan_from(WindowRegimes::kTable, false, Dtype::f32, kLongestRow, 1).entry >= 0);
+static_assert(serves_any_row(PairRegimes<2>::kTable) && serves_any_row(PairRegimes<4>::kTable));
+static_assert(serves_any_row(WindowRegimes::kTable));
 
 // The plan of rows of two arrays with one sum each.
 inline Plan make_pair_plan(Dtype x, int64_t cols, int max_cluster) {
