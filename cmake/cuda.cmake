@@ -104,7 +104,7 @@ message(STATUS "jaxnorm: compiling for ${architectures} takes ${time}; JAXNORM_C
 set(JAXNORM_UNITS "${CMAKE_CURRENT_BINARY_DIR}/units")
 include(cmake/units.cmake)
 jaxnorm_find(sources cuda/*.cu cuda/*.cc)
-list(APPEND sources "${CMAKE_CURRENT_SOURCE_DIR}/src/ops/norm/cuda/plan.cc")  # of any module, see src/ffi/plan.h
+list(APPEND sources "${CMAKE_CURRENT_SOURCE_DIR}/src/ops/norm/cuda/plan.cc")  # of any module, see src/engine/cuda/plan.h
 list(REMOVE_DUPLICATES sources)
 jaxnorm_add_module(_cuda ${jaxnorm_units} ${sources} src/engine/cuda/partials.cu src/engine/cuda/device.cu
   src/engine/cuda/plan.cc src/engine/cuda/cublaslt.cc src/ffi/cuda_module.cc)

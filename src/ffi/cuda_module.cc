@@ -10,9 +10,9 @@
 #include "cuda_ops.h"
 #include "engine/cuda/cublaslt.h"
 #include "engine/cuda/device.h"
+#include "engine/cuda/plan.h"
 #include "ffi/cuda.h"
 #include "ffi/module.h"
-#include "ffi/plan.h"
 
 namespace nb = nanobind;
 

@@ -4,7 +4,6 @@
 #include "engine/cpu/row_loop.h"
 #include "ffi/cpu.h"
 #include "ffi/table.h"
-#include "ops/shared/cpu/grad.h"
 #include "ops/shared/cpu/rows.h"
 
 namespace toy {

@@ -10,7 +10,6 @@
 #include <new>
 
 #include "operands.h"
-#include "platforms.h"
 
 #if defined(__unix__)
 #include <sys/mman.h>

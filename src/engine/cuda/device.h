@@ -6,7 +6,6 @@
 #include <cuda_runtime_api.h>
 
 #include "operands.h"
-#include "platforms.h"
 
 namespace jaxnorm::cuda {
 

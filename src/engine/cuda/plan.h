@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 
 #include "operands.h"
 
@@ -227,5 +228,26 @@ constexpr bool is_dynamic(bool centred, Dtype x) { return !centred || x == Dtype
 
 // Whether rows of so many columns want that count, on any device.
 bool has_tickets(bool centred, Dtype x, int64_t cols);
+
+// What Python may ask of launch plans. The norms answer, in ops/norm/cuda/plan.cc, for all rows that go as theirs do:
+// it is part of each module, whatever ops are.
+
+struct PlanQuestion {
+  bool forward, centred;  // centred: the statistics have a mean
+  Dtype x;
+  int64_t cols;
+  int max_cluster;  // the largest of the device
+  bool is_gated, gate_first;
+  bool adds;  // another array
+};
+
+struct PlanAnswer {
+  Plan plan;
+  int rows_at_once;  // of a thread group
+  int registers;     // the most that a thread has where results are not quantised
+};
+
+// Nothing where no kernel has gates for such rows.
+std::optional<PlanAnswer> answer(const PlanQuestion& asked);
 
 }  // namespace jaxnorm::cuda

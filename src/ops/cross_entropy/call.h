@@ -11,8 +11,8 @@
 
 #include <cstdint>
 
+#include "operands.h"
 #include "ops/shared/logits.h"
-#include "platforms.h"
 
 namespace jaxnorm {
 

@@ -6,7 +6,6 @@
 #pragma once
 
 #include "operands.h"
-#include "platforms.h"
 
 namespace jaxnorm {
 

@@ -7,7 +7,6 @@
 #include "operands.h"
 #include "ops/shared/activation.h"
 #include "ops/shared/quantization.h"
-#include "platforms.h"
 
 namespace jaxnorm {
 

@@ -8,7 +8,6 @@
 
 #include "operands.h"
 #include "ops/shared/activation.h"
-#include "platforms.h"
 
 namespace jaxnorm {
 

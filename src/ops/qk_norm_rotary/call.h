@@ -12,8 +12,8 @@
 // these are copied as they are.
 #pragma once
 
+#include "operands.h"
 #include "ops/norm/call.h"
-#include "platforms.h"
 
 namespace jaxnorm {
 

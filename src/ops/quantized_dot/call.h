@@ -6,7 +6,6 @@
 #include <string>
 
 #include "operands.h"
-#include "platforms.h"
 
 namespace jaxnorm {
 

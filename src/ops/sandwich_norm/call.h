@@ -8,8 +8,8 @@
 // gradients of u are computed from, as it is stored.
 #pragma once
 
+#include "operands.h"
 #include "ops/norm/call.h"
-#include "platforms.h"
 
 namespace jaxnorm {
 

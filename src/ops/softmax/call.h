@@ -9,8 +9,8 @@
 // dx is 0 where a column does not count, and what x, y and dy are there does not matter.
 #pragma once
 
+#include "operands.h"
 #include "ops/shared/logits.h"
-#include "platforms.h"
 
 namespace jaxnorm {
 

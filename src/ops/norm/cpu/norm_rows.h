@@ -3,7 +3,6 @@
 
 #include "engine/cpu/row_loop.h"
 #include "ops/norm/call.h"
-#include "ops/shared/cpu/grad.h"
 #include "ops/shared/cpu/rows.h"
 
 namespace jaxnorm::cpu {

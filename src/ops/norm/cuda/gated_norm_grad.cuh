@@ -4,9 +4,9 @@
 // where dh and dscale follow from h and u as dx and dscale of the norm alone from x and dy.
 #pragma once
 
+#include "ops/norm/cuda/grad_row.cuh"
 #include "ops/norm/cuda/grad_small_batch.cuh"
 #include "ops/shared/cuda/activation.cuh"
-#include "ops/shared/cuda/norm_grad.cuh"
 
 namespace jaxnorm::cuda {
 

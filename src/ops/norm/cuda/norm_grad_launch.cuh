@@ -2,8 +2,8 @@
 #pragma once
 
 #include "ops/norm/cuda/grad_columns.cuh"
+#include "ops/norm/cuda/grad_row.cuh"
 #include "ops/norm/cuda/grad_small_batch.cuh"
-#include "ops/shared/cuda/norm_grad.cuh"
 
 namespace jaxnorm::cuda {
 

@@ -4,7 +4,7 @@
 #include <climits>
 #include <numeric>
 
-#include "ffi/plan.h"
+#include "engine/cuda/plan.h"
 
 namespace jaxnorm::cuda {
 namespace {

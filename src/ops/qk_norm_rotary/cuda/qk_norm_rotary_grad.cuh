@@ -7,8 +7,8 @@
 #include "engine/cuda/partials.h"
 #include "engine/cuda/ptx.cuh"
 #include "engine/cuda/weight.cuh"
+#include "ops/norm/cuda/grad_row.cuh"
 #include "ops/qk_norm_rotary/cuda/rotary.cuh"
-#include "ops/shared/cuda/norm_grad.cuh"
 
 namespace jaxnorm::cuda {
 

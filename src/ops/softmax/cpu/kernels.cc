@@ -2,8 +2,8 @@
 #include "engine/cpu/launch.h"
 #include "engine/cpu/row_loop.h"
 #include "engine/cpu/vector.h"
-#include "ops/shared/cpu/grad.h"
 #include "ops/shared/cpu/logits.h"
+#include "ops/shared/cpu/rows.h"
 #include "ops/softmax/call.h"
 
 namespace jaxnorm::cpu {
