@@ -123,8 +123,7 @@ from jaxnorm.inspect.tuned import Tuned
 from jaxnorm.ops import misuse
 from jaxnorm.ops.cross_entropy.api import linear_cross_entropy, softmax_cross_entropy_with_integer_labels
 from jaxnorm.ops.embedding.api import embedding, segment_sum
-from jaxnorm.ops.float8_linear.api import float8_linear
-from jaxnorm.ops.float8_linear.recipe import Float8Recipe, float8_dot_general
+from jaxnorm.ops.float8_linear.api import Float8Recipe, float8_dot_general, float8_linear
 from jaxnorm.ops.gated_activation.api import gated_activation, gated_activation_quantized
 from jaxnorm.ops.group_norm.api import group_norm
 from jaxnorm.ops.norm.api import add_layer_norm, add_rms_norm, layer_norm, rms_norm

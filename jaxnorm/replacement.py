@@ -6,8 +6,7 @@ from jax.typing import DTypeLike
 
 from jaxnorm.inspect.compare import Loss
 from jaxnorm.integrations.replacing import Custom, Only
-from jaxnorm.ops.float8_linear.api import DEFAULT
-from jaxnorm.ops.float8_linear.recipe import Float8Recipe
+from jaxnorm.ops.float8_linear.api import DEFAULT, Float8Recipe
 from jaxnorm.ops.misuse import explained
 from jaxnorm.quantization import Quantization
 from jaxnorm.reports import Comparison, Report

@@ -73,7 +73,7 @@ numbers of columns that are not split, 809cff9: ops/mask.py: laws/test_mesh_prog
 -out_sharding = sharding if any(sharding.spec) else None
 +out_sharding = None
 a result split twice by one axis, 809cff9:
-ops/float8_linear/call.py: ops/products_meshes.py -k one_axis_for_rows_and_outputs
+ops/float8_linear/api.py: ops/products_meshes.py -k one_axis_for_rows_and_outputs
 -(of_x is None and of_kernel is None) or len(set(names)) < len(names)
 +of_x is None and of_kernel is None
 scales in their order, 48b8775: ops/products.py: ops/quantized_dot.py -k float32_does_not_hold

@@ -104,6 +104,41 @@ def allow_export(targets: Iterable[str]) -> None:
     compat.allow_export(targets)
 
 
+# cuBLASLt in the wheels that JAX installs with CUDA, and where in them it lies.
+WHEELS = {
+    "nvidia.cu13": os.path.join("lib", "libcublasLt.so.13"),
+    "nvidia.cublas": os.path.join("lib", "libcublasLt.so.12"),
+}
+
+
+def cublaslt_paths() -> list[str]:
+    """Those at which the wheels of this environment have it, the newest first. None of them is imported."""
+    return [
+        path
+        for package, within in WHEELS.items()
+        for directory in _directories(package)
+        if os.path.exists(path := os.path.join(directory, within))
+    ]
+
+
+def _directories(package: str) -> list[str]:
+    try:
+        spec = importlib.util.find_spec(package)
+    except ModuleNotFoundError:  # its parent is not there either
+        return []
+    return list(spec.submodule_search_locations or ()) if spec else []
+
+
+def why_no_cublaslt() -> str | None:
+    """Why this process cannot call cuBLASLt now, and the remedy. Where it can, that is open then."""
+    if not available("cuda"):
+        return why_not("cuda")
+    opened = module("cuda").cublaslt
+    reason: str = opened([]) and opened(cublaslt_paths())
+    remedy = "pip install -U 'jax[cuda13]' brings it, or 'jax[cuda12]' where the driver is older"
+    return f"{reason}; {remedy}" if reason else None
+
+
 def workspace(
     platform: str, target: str, dtype: np.dtype[Any], rows: Any, cols: int, **needs: int
 ) -> list[tuple[Any, ...]]:

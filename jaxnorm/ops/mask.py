@@ -13,7 +13,7 @@ from jax import lax
 
 from jaxnorm.ops import checks
 from jaxnorm.primitive import broadcast
-from jaxnorm.primitive.spec import RowSpec
+from jaxnorm.primitive.op import RowSpec
 from jaxnorm.sharding import dims
 
 

@@ -11,8 +11,7 @@ import math
 from typing import Any
 
 from jaxnorm.ops.norm.formula import Norm
-from jaxnorm.primitive.op import CallRows
-from jaxnorm.primitive.spec import RowSpec
+from jaxnorm.primitive.op import CallRows, RowSpec
 
 # The most columns of rows that vectors do not divide in a cluster's shared memory with pipelines.
 LONGEST = 2**18

@@ -15,10 +15,9 @@ from jax.interpreters import ad, mlir
 from jaxnorm.native import compat, ffi
 from jaxnorm.primitive import fallback, weights
 from jaxnorm.primitive.batching import CASES, Batched, Case
-from jaxnorm.primitive.op import AnyOp, BatchDims, Derivative, Record, rows_and_cols
+from jaxnorm.primitive.op import AnyOp, BatchDims, Derivative, Record, RowSpec, rows_and_cols
 from jaxnorm.primitive.reasons import RowCall
 from jaxnorm.primitive.rules import all_none, at_front, bind, has, leaves_of, present
-from jaxnorm.primitive.spec import RowSpec
 from jaxnorm.sharding import dims
 from jaxnorm.sharding.dims import CallMaps, DimMap
 

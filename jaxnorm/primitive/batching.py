@@ -13,9 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxnorm.primitive import broadcast, fallback, weights
-from jaxnorm.primitive.op import Record
+from jaxnorm.primitive.op import Record, RowSpec
 from jaxnorm.primitive.rules import Rules, at_front, fold, leaves_of
-from jaxnorm.primitive.spec import RowSpec
 
 
 class Case(NamedTuple):

@@ -14,7 +14,7 @@ from jaxnorm.primitive import lowering, weights
 from jaxnorm.primitive.addend import add
 from jaxnorm.primitive.batching import Batched
 from jaxnorm.primitive.linear import Linear
-from jaxnorm.primitive.op import AnyOp, Record, Statistics, rows_and_cols
+from jaxnorm.primitive.op import AnyOp, Record, RowSpec, Statistics, rows_and_cols
 from jaxnorm.primitive.reasons import RowCall
 from jaxnorm.primitive.rules import (
     all_none,
@@ -27,7 +27,6 @@ from jaxnorm.primitive.rules import (
     present,
     tangents_jnp,
 )
-from jaxnorm.primitive.spec import RowSpec
 from jaxnorm.sharding import dims
 from jaxnorm.sharding.dims import CallMaps
 

@@ -14,10 +14,9 @@ from jax.interpreters import ad
 from jaxnorm.primitive import weights
 from jaxnorm.primitive.backward import Backward
 from jaxnorm.primitive.batching import Batched
-from jaxnorm.primitive.op import AnyOp, Derivative, Record
+from jaxnorm.primitive.op import AnyOp, Derivative, Record, RowSpec
 from jaxnorm.primitive.reasons import RowCall
 from jaxnorm.primitive.rules import all_none, at_front, bind, leaves_of
-from jaxnorm.primitive.spec import RowSpec
 
 
 class Linear(Batched):

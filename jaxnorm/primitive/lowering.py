@@ -11,7 +11,7 @@ from jax.interpreters import mlir
 from jaxnorm.native import ffi
 from jaxnorm.primitive import fallback, registry
 from jaxnorm.primitive.decide import Call, Platform, Program, cannot_compile, decide
-from jaxnorm.primitive.spec import Spec
+from jaxnorm.primitive.op import Spec
 from jaxnorm.sharding import partition
 
 Formula = Callable[..., list[Any]]

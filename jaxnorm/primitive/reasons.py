@@ -15,8 +15,7 @@ import numpy as np
 
 from jaxnorm.native import compat, ffi
 from jaxnorm.primitive import decide, fallback
-from jaxnorm.primitive.op import AnyOp, CallRows, Record, Way, rows_and_cols
-from jaxnorm.primitive.spec import RowSpec
+from jaxnorm.primitive.op import AnyOp, CallRows, Record, RowSpec, Way, rows_and_cols
 
 MOST_ROWS = 2**31 - 1  # what CUDA counts the blocks of a grid in
 

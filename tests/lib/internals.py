@@ -4,7 +4,7 @@
 
 from jaxnorm.inspect import report, tune as tuning, turns
 from jaxnorm.inspect.explain import calls_in
-from jaxnorm.native import compat, cublaslt, ffi, fit, private
+from jaxnorm.native import compat, ffi, fit, private
 from jaxnorm.ops.cross_entropy.formula import CrossEntropy, Operands as CrossEntropyOperands
 from jaxnorm.ops.cross_entropy.op import CROSS_ENTROPY
 from jaxnorm.ops.embedding import op as embedding_op

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from formulas import norm as formula
 from hlo import count_native_calls
-from internals import cublaslt, fallback, ffi, fit
+from internals import fallback, ffi, fit
 from processes import python
 
 import jaxnorm
@@ -173,9 +173,9 @@ WHEEL_12, WHEEL_13 = ("nvidia.cublas", "libcublasLt.so.12"), ("nvidia.cu13", "li
 
 @plans
 def test_a_wheel_without_the_library(environment):
-    assert cublaslt.paths() == []
+    assert ffi.cublaslt_paths() == []
     (environment / "nvidia" / "cublas").mkdir(parents=True)
-    assert cublaslt.paths() == []
+    assert ffi.cublaslt_paths() == []
 
 
 # The newer comes first.
@@ -183,7 +183,7 @@ def test_a_wheel_without_the_library(environment):
 @pytest.mark.parametrize("wheels", [[WHEEL_13], [WHEEL_12], [WHEEL_13, WHEEL_12]])
 def test_the_wheel_of_each_cuda(environment, wheels):
     libraries = [make_wheel(environment, *wheel) for wheel in reversed(wheels)]
-    assert cublaslt.paths() == [str(library) for library in reversed(libraries)]
+    assert ffi.cublaslt_paths() == [str(library) for library in reversed(libraries)]
     assert not any(name.split(".")[0] == "nvidia" and "." in name for name in sys.modules)
 
 
@@ -208,7 +208,7 @@ def test_another_library_will_not_do():
 
 @plans
 def test_a_reason_has_a_remedy():
-    reason = cublaslt.why_not()
+    reason = ffi.why_no_cublaslt()
     assert reason is None or "pip install" in reason
 
 
@@ -224,5 +224,5 @@ def test_a_failure_is_not_kept(monkeypatch):
     reasons = iter(["not loaded", "no memory", ""])
     monkeypatch.setattr(ffi, "available", lambda platform: True)
     monkeypatch.setattr(ffi, "module", lambda platform: SimpleNamespace(cublaslt=lambda paths: next(reasons)))
-    assert cublaslt.why_not().startswith("no memory; ")
-    assert cublaslt.why_not() is None
+    assert ffi.why_no_cublaslt().startswith("no memory; ")
+    assert ffi.why_no_cublaslt() is None

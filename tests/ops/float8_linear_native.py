@@ -12,7 +12,7 @@ from cases import draw
 from coverage import cover
 from deviceless import compiled, mesh, topology, types
 from hlo import collectives, count_native_calls
-from internals import BY_KERNELS, Float8Linear, compat, cublaslt, ffi, transposed
+from internals import BY_KERNELS, Float8Linear, compat, ffi, transposed
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec as P
 from quantizing import assert_same, by_numpy
@@ -117,7 +117,7 @@ TOKENS, DEPTH, OUTPUTS = 8192, 4096, 4096
 @pytest.fixture
 def on_hopper(monkeypatch):
     monkeypatch.setattr(ffi, "capabilities", lambda: {"9.0"})
-    for module, why in ((cublaslt, "why_not"), (ffi, "why_unfit")):
+    for module, why in ((ffi, "why_no_cublaslt"), (ffi, "why_unfit")):
         monkeypatch.setattr(module, why, lambda *_: None)
 
 

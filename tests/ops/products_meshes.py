@@ -14,9 +14,9 @@ from cases import draw
 from coverage import cover
 from hlo import collectives, compiled_text
 from internals import (
-    PRODUCTS_BY_KERNELS,
     Call,
     Float8Linear,
+    Platform,
     ffi,
     float8_op,
     quantized_dot,
@@ -185,6 +185,7 @@ def parts(monkeypatch):
 
     for name in ("platforms", "nowhere", "unfit"):
         monkeypatch.setattr(quantized_dot.ProductCall, name, getattr(Call, name))
+    monkeypatch.setattr(Platform, "here", lambda name: Platform(name))
     monkeypatch.setattr(ffi, "call", call)
     monkeypatch.setattr(ffi, "workspace", workspace)
     # A program that was compiled before, in another process too, is split no more.
@@ -196,7 +197,7 @@ def parts(monkeypatch):
 
 @pytest.fixture
 def by_kernels(parts, monkeypatch):
-    monkeypatch.setattr(float8_op.formula, "BY_XLA", PRODUCTS_BY_KERNELS)
+    monkeypatch.setattr(float8_op.Layer, "platforms", None)
     return parts
 
 

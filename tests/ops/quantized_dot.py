@@ -10,7 +10,7 @@ import pytest
 from cases import draw
 from coverage import cover
 from hlo import count_native_calls
-from internals import choose_fastest, cublaslt, ffi
+from internals import choose_fastest, ffi
 from jax.sharding import AxisType, PartitionSpec as P
 from meshes import mesh_of, placed
 from quantizing import to
@@ -220,7 +220,7 @@ HOPPER = {"9.0"}
 def is_there():
     if ffi.capabilities() != HOPPER:
         pytest.fail(f"these tests want a GPU of compute capability 9.0, there is {ffi.capabilities()}")
-    assert cublaslt.why_not() is None
+    assert ffi.why_no_cublaslt() is None
 
 
 def on_gpu(test):

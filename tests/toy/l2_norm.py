@@ -14,8 +14,7 @@ from jax import lax
 
 from jaxnorm.ops import checks
 from jaxnorm.primitive.family import Family
-from jaxnorm.primitive.op import LIKE_X, BatchDims, Derivative, Native, Op, Statistics
-from jaxnorm.primitive.spec import RowSpec
+from jaxnorm.primitive.op import LIKE_X, BatchDims, Derivative, Native, Op, RowSpec, Statistics
 from jaxnorm.sharding import dims
 
 T = TypeVar("T")

@@ -13,8 +13,8 @@ from jaxnorm.native import ffi
 from jaxnorm.ops import checks
 from jaxnorm.ops.activation import FORMULAS, check_activation
 from jaxnorm.ops.embedding.api import embedding
-from jaxnorm.ops.float8_linear import call
-from jaxnorm.ops.float8_linear.recipe import Float8Recipe
+from jaxnorm.ops.float8_linear import api as float8
+from jaxnorm.ops.float8_linear.api import Float8Recipe
 from jaxnorm.ops.group_norm.api import group_norm
 from jaxnorm.ops.group_norm.formula import Activation
 from jaxnorm.ops.norm.api import add_layer_norm, add_rms_norm, layer_norm, rms_norm
@@ -306,7 +306,7 @@ def float8_linear(
             x = x.astype(dtype)
     out_dtype = linear_dtype(preferred, dtype, bias)
     name, precision = type(module).__name__, module.precision
-    return call.linear(name, x, kernel, bias, out_dtype, recipe, None, precision, out_sharding)
+    return float8.linear(name, x, kernel, bias, out_dtype, recipe, None, precision, out_sharding)
 
 
 def linear_dtype(preferred: Any, dtype: Any, bias: jax.Array | None) -> Any:

@@ -15,8 +15,7 @@ from jaxnorm.integrations.flax import calls
 from jaxnorm.integrations.flax.linen_replace import Chosen, Contexts, path_of
 from jaxnorm.integrations.flax.served import linen
 from jaxnorm.integrations.replacing import of_rows, pair
-from jaxnorm.ops.float8_linear.api import DEFAULT
-from jaxnorm.ops.float8_linear.recipe import Float8Recipe, check_recipe
+from jaxnorm.ops.float8_linear.api import DEFAULT, Float8Recipe, check_recipe
 from jaxnorm.ops.misuse import explained
 from jaxnorm.ops.quantize.api import quantize
 from jaxnorm.ops.quantized_dot.api import quantized_dot

@@ -11,8 +11,7 @@ from jaxnorm.integrations import replacing
 from jaxnorm.integrations.flax import calls, nnx_replace
 from jaxnorm.integrations.flax.served import nnx
 from jaxnorm.integrations.replacing import Only, explained, pair
-from jaxnorm.ops.float8_linear.api import DEFAULT
-from jaxnorm.ops.float8_linear.recipe import Float8Recipe, check_recipe
+from jaxnorm.ops.float8_linear.api import DEFAULT, Float8Recipe, check_recipe
 from jaxnorm.ops.quantize.api import quantize, quantize_kernel
 from jaxnorm.ops.quantized_dot.api import quantized_dot
 from jaxnorm.quantization import Quantization, Quantized

@@ -29,8 +29,7 @@ from jaxnorm.ops.logits import (
     top_of,
 )
 from jaxnorm.ops.mask import Mask, columns, counted, only
-from jaxnorm.primitive.op import BatchDims, Statistics
-from jaxnorm.primitive.spec import RowSpec
+from jaxnorm.primitive.op import BatchDims, RowSpec, Statistics
 
 T = TypeVar("T")
 

@@ -33,8 +33,7 @@ from jaxnorm.ops.mask import only
 from jaxnorm.ops.products import wide_dot
 from jaxnorm.primitive import broadcast
 from jaxnorm.primitive.family import Family
-from jaxnorm.primitive.op import LIKE_X, SCALAR, STATISTIC, Op, Role, Statistics
-from jaxnorm.primitive.spec import RowSpec
+from jaxnorm.primitive.op import LIKE_X, SCALAR, STATISTIC, Op, Role, RowSpec, Statistics
 from jaxnorm.sharding import dims
 
 # What a derivative is taken by, and the results that are its gradients.

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jaxnorm.primitive.spec import Spec
+from jaxnorm.primitive.op import Spec
 from jaxnorm.sharding.dims import wide_dtype
 from jaxnorm.sharding.shards import Shards
 

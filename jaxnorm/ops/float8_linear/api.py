@@ -1,13 +1,125 @@
-"""The public function of linear layers in float8."""
+"""The public side of linear layers in float8: recipes, the function, and what `lax.dot_general` is replaced by."""
 
-from typing import Any
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
 
-from jaxnorm.ops.float8_linear import call, op
-from jaxnorm.ops.float8_linear.recipe import Float8Recipe, check_recipe
+from jaxnorm.native import compat
+from jaxnorm.ops.checks import check_array, check_flag, check_implementation, check_one_of
+from jaxnorm.ops.float8_linear import checks, op
+from jaxnorm.ops.float8_linear.formula import Operands
+from jaxnorm.ops.float8_linear.products import Float8Linear
 from jaxnorm.ops.misuse import explained
-from jaxnorm.ops.options import Implementation
+from jaxnorm.ops.options import DIRECTIONS, Implementation
+from jaxnorm.primitive import decide
+from jaxnorm.quantization import Quantized
+
+Scaling = Literal["row", "tensor"]
+WeightGradient = Literal["float8", "compute"]
+Save = Literal["quantized", "inputs"]
+# https://docs.pytorch.org/ao/main/api_reference/generated/torchao.float8.Float8LinearRecipeName.html
+NAMED: dict[str, dict[str, Any]] = {
+    "tensorwise": {"scaling": "tensor"},
+    "rowwise": {"power_of_two": True},
+    "rowwise_with_gw_hp": {"weight_gradient": "compute"},
+}
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class Float8Recipe:
+    """How `float8_linear` rounds and what it keeps: hashable, equal by value, static for `jax.jit`.
+
+    All values are float8_e4m3fn, and a scale is the largest magnitude over 448, as `quantize` has them.
+
+    Args:
+      scaling: what shares a scale. "row": a row of x and of dy, a column of the kernel. "tensor": everything, by XLA's
+        own products.
+      weight_gradient: "float8": its product is one of float8 too. "compute": it is one in the dtype of x and dy, and
+        dy is not rounded for it.
+      fast_accumulation: which of the products "y", "dx" and "dw" may be summed up with fewer digits than float32 has,
+        as tensor cores of Hopper do faster.
+      power_of_two: rounds scales up to powers of two.
+      save: what a derivative reads. "quantized": x and the kernel as they were rounded, a byte each with their scales;
+        "inputs": both as they were given, to be rounded again.
+
+    Raises:
+      ValueError, TypeError: an option is none of those above.
+    """
+
+    scaling: Scaling = "row"
+    weight_gradient: WeightGradient = "float8"
+    fast_accumulation: tuple[str, ...] = ("y",)
+    power_of_two: bool = False
+    save: Save = "quantized"
+
+    def __post_init__(self) -> None:
+        check_one_of("Float8Recipe", "scaling", self.scaling, ("row", "tensor"))
+        check_one_of("Float8Recipe", "weight_gradient", self.weight_gradient, ("float8", "compute"))
+        check_one_of("Float8Recipe", "save", self.save, ("quantized", "inputs"))
+        object.__setattr__(self, "fast_accumulation", checks.check_fast_accumulation(self.fast_accumulation))
+        object.__setattr__(self, "power_of_two", check_flag("Float8Recipe", "power_of_two", self.power_of_two))
+
+    @classmethod
+    def named(cls, name: str) -> "Float8Recipe":
+        """The recipe that is nearest to torchao's of `Float8LinearConfig.from_recipe_name(name)`.
+
+        "tensorwise", "rowwise", whose scales are powers of two, or "rowwise_with_gw_hp"; another is a ValueError.
+        """
+        return cls(**NAMED[check_one_of("Float8Recipe.named", "recipe", name, tuple(NAMED))])
+
+    @property
+    def dot_general(self) -> "Float8DotGeneral":
+        """`float8_linear` by this recipe in place of `jax.lax.dot_general`."""
+        return Float8DotGeneral(self)
+
+
+def check_recipe(function: str, recipe: Any) -> Float8Recipe:
+    if not isinstance(recipe, Float8Recipe):
+        raise TypeError(
+            f"{function}: recipe must be a jaxnorm.Float8Recipe, got {recipe!r}; pass jaxnorm.Float8Recipe(), or leave "
+            "it out."
+        )
+    return recipe
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class Float8DotGeneral:
+    """`jax.lax.dot_general` of an array and a kernel, computed as `float8_linear` does by a recipe; equal by value."""
+
+    recipe: Float8Recipe
+
+    def __call__(
+        self,
+        x: Any,
+        kernel: Any,
+        dimension_numbers: Any,
+        precision: Any = None,
+        preferred_element_type: Any = None,
+        *,
+        out_sharding: Any = None,
+    ) -> jax.Array:
+        """x times the kernel, summed over axes of both; the others of x and then those of the kernel stay.
+
+        dimension_numbers have no batch axes, which is a ValueError. precision "highest" sums up in float32 throughout;
+        others change nothing. out_sharding is that over an Explicit mesh.
+        """
+        given = dimension_numbers, precision, preferred_element_type
+        return dot_general("float8_dot_general", x, kernel, *given, self.recipe, out_sharding)
+
+
+float8_dot_general = Float8Recipe().dot_general
+"""`float8_linear` by the default recipe in place of `jax.lax.dot_general`, as `flax.nnx.Linear(dot_general=)`,
+`flax.linen.Dense(dot_general=)` and `jax.numpy.einsum(_dot_general=)` take it."""
+
 
 DEFAULT = Float8Recipe()
 
@@ -48,4 +160,121 @@ def float8_linear(
     Source: Micikevicius et al., FP8 Formats for Deep Learning, 2022, https://arxiv.org/abs/2209.05433.
     """
     recipe = check_recipe(op.NAME, recipe)
-    return call.linear(op.NAME, x, kernel, bias, out_dtype, recipe, implementation)
+    return linear(op.NAME, x, kernel, bias, out_dtype, recipe, implementation)
+
+
+ALL_DIGITS = ("highest", "float32", lax.Precision.HIGHEST)
+
+
+def linear(
+    function: str,
+    x: Any,
+    kernel: Any,
+    bias: Any,
+    out_dtype: Any,
+    recipe: Any,
+    implementation: Any = None,
+    precision: Any = None,
+    out_sharding: Any = None,
+) -> jax.Array:
+    """y, of a recipe that was checked."""
+    choice = check_implementation(op.NAME, implementation)
+    x = checks.check_x(function, x)
+    values, scales, carrier = (x.values, x.scales, x.carrier) if isinstance(x, Quantized) else (x, None, None)
+    kernel = checks.check_kernel(function, kernel, values.shape)
+    spec = Float8Linear(
+        out_dtype=checks.check_out_dtype(function, out_dtype, x),
+        scaling=recipe.scaling,
+        weight_gradient=recipe.weight_gradient,
+        fast_accumulation=recipe.fast_accumulation,
+        power_of_two=recipe.power_of_two,
+        save=recipe.save,
+        out_spec=_out_spec(values, kernel, out_sharding),
+        wants_all_digits=_wants_all_digits(precision),
+        **choice.asks(function),
+    )
+    if scales is not None:
+        scales = scales if scales.ndim else scales.reshape((1,) * values.ndim)
+    operands = _summed_wide(Operands(values, kernel, checks.check_bias(function, bias, kernel), scales, carrier))
+    if spec.native_for:
+        # One that must be native backward alone is held to the same.
+        asked = dataclasses.replace(spec, native_ways=DIRECTIONS, formula_for=())
+        decide.check_native(op.call_of(asked, jax.tree.map(jax.typeof, operands)))
+    return op.linear(spec, operands)
+
+
+def _summed_wide(operands: Operands) -> Operands:
+    """The operands, in float32 where a `shard_map` adds up gradients over devices: they are rounded after that."""
+    leaves, tree = jax.tree.flatten(operands)
+    summed = zip(leaves, compat.are_summed(*leaves), strict=True)
+    wide: Operands = jax.tree.unflatten(tree, [a.astype(np.float32) if is_summed else a for a, is_summed in summed])
+    return wide
+
+
+def _out_spec(x: jax.Array, kernel: jax.Array, out_sharding: Any) -> PartitionSpec | None:
+    """How y is split over an Explicit mesh, where that is given or what is summed is split: as its rows and columns."""
+    if out_sharding is not None:
+        given: PartitionSpec = getattr(out_sharding, "spec", out_sharding)
+        return given
+    (*rows, of_x), (of_kernel, columns) = (tuple(jax.typeof(array).sharding.spec) for array in (x, kernel))
+    names = jax.tree.leaves((rows, columns))
+    # What is split twice by one name is no sharding, and JAX's product says so.
+    is_known = (of_x is None and of_kernel is None) or len(set(names)) < len(names)
+    return None if is_known else PartitionSpec(*rows, columns)
+
+
+def _wants_all_digits(precision: Any) -> bool:
+    """Whether a product is to have all digits of float32, by its own precision or by JAX's default."""
+    config: Any = jax.config
+    given = precision if isinstance(precision, tuple) else (precision,)
+    return any((config.jax_default_matmul_precision if one is None else one) in ALL_DIGITS for one in given)
+
+
+def dot_general(
+    function: str,
+    x: Any,
+    kernel: Any,
+    dimension_numbers: Any,
+    precision: Any,
+    dtype: Any,
+    recipe: Any,
+    out_sharding: Any,
+) -> jax.Array:
+    """The product as `lax.dot_general` gives it, of operands without batch axes."""
+    (of_x, of_kernel), batch = dimension_numbers
+    if any(map(len, batch)):
+        raise ValueError(
+            f"{function}: dimension_numbers have batch axes {tuple(map(tuple, batch))}, expected none: a kernel is one "
+            f"matrix. For several use jax.vmap, or jax.lax.dot_general for a product without a kernel."
+        )
+    x, kernel = checks.check_x(function, x), check_array(function, "kernel", kernel)
+    if isinstance(x, Quantized):
+        raise TypeError(f"{function}: x is a jaxnorm.Quantized, expected an array; use jaxnorm.float8_linear.")
+    lengths = [x.shape[axis] for axis in of_x]
+    if lengths != [kernel.shape[axis] for axis in of_kernel]:
+        raise ValueError(
+            f"{function}: x has shape {x.shape} and kernel {kernel.shape}, whose axes {tuple(of_x)} and "
+            f"{tuple(of_kernel)} are summed together, expected the same lengths there."
+        )
+    # In the kernel's order, which is moved less.
+    pairs = sorted(zip(of_kernel, of_x, strict=True))
+    kernel, outputs = _summed(kernel, [axis for axis, _ in pairs], last=False)
+    x, rows = _summed(x, [axis for _, axis in pairs], last=True)
+    dtype = jnp.promote_types(x.dtype, kernel.dtype) if dtype is None else dtype
+    is_matrix = len(outputs) == 1
+    y = linear(function, x, kernel, None, dtype, recipe, None, precision, out_sharding if is_matrix else None)
+    if is_matrix:
+        return y
+    return lax.reshape(y, (*rows, *outputs), out_sharding=out_sharding)
+
+
+def _summed(array: jax.Array, axes: list[int], *, last: bool) -> tuple[jax.Array, list[Any]]:
+    """The array with these axes as one, its last or first; of a kernel the others are one too. And their lengths."""
+    others = [axis for axis in range(array.ndim) if axis not in axes]
+    lengths = [array.shape[axis] for axis in others]
+    order = [*others, *axes] if last else [*axes, *others]
+    if order != list(range(array.ndim)):
+        array = array.transpose(order)
+    depth = math.prod(array.shape[order.index(axis)] for axis in axes)
+    shape = (*lengths, depth) if last else (depth, math.prod(lengths))
+    return array if array.shape == shape else array.reshape(shape), lengths

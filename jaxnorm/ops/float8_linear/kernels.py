@@ -18,7 +18,7 @@ from jaxnorm.native import ffi
 from jaxnorm.ops.float8_linear.formula import Rounded, Wants, rounded_along, rounded_gradient
 from jaxnorm.ops.float8_linear.products import Arithmetic, Float8Linear, by_kernels, by_kernels_of_parts
 from jaxnorm.primitive import lowering, reasons, registry
-from jaxnorm.primitive.spec import Spec
+from jaxnorm.primitive.op import Spec
 from jaxnorm.sharding import partition
 from jaxnorm.sharding.dims import CallMaps
 

@@ -9,8 +9,8 @@ rules of their own. Derivatives of `linear` and `backward` are those of their wi
 """
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,12 +20,13 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType, PartitionSpec
 
 from jaxnorm.native import compat
-from jaxnorm.ops.float8_linear import backward, formula
+from jaxnorm.ops.float8_linear import formula, products
 from jaxnorm.ops.float8_linear.formula import Operands, Rounded, Saved, Variables, Wanted
 from jaxnorm.ops.float8_linear.kernels import BY_KERNELS, PRODUCTS_BY_KERNELS
 from jaxnorm.ops.float8_linear.products import Float8Linear
-from jaxnorm.primitive import fallback, lowering
-from jaxnorm.primitive.decide import Call, Program
+from jaxnorm.primitive import fallback, lowering, registry
+from jaxnorm.primitive.decide import Call, Formula, Program
+from jaxnorm.primitive.registry import Described, Function, Request
 from jaxnorm.primitive.rules import all_none, examples_first, named, primitive_name, tangents_jnp
 
 NAME = "float8_linear"
@@ -60,7 +61,7 @@ def _linear_formula(*leaves: Any, tree: Any, spec: Float8Linear) -> list[Any]:
 
 def _backward_formula(*leaves: Any, tree: Any, spec: Float8Linear, wanted: Variables, by: Any = formula.BY_XLA) -> Any:
     dy, saved = jax.tree.unflatten(tree, leaves)
-    return jax.tree.leaves(backward.backward(spec, dy, saved, wanted, by))
+    return jax.tree.leaves(formula.backward(spec, dy, saved, wanted, by))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,7 +161,7 @@ def _backward_bind(spec: Float8Linear, dy: jax.Array, saved: Saved, wanted: Vari
 
 def _linear_jvp(primals: Any, dots: Any, *, tree: Any, spec: Float8Linear) -> tuple[Any, Any]:
     def wide(*leaves: Any) -> list[jax.Array]:
-        return [backward.wide_linear(spec, *jax.tree.unflatten(tree, leaves))]
+        return [formula.wide_linear(spec, *jax.tree.unflatten(tree, leaves))]
 
     return LINEAR.bind(*primals, tree=tree, spec=spec), tangents_jnp(wide, primals, dots)
 
@@ -168,7 +169,7 @@ def _linear_jvp(primals: Any, dots: Any, *, tree: Any, spec: Float8Linear) -> tu
 def _backward_jvp(primals: Any, dots: Any, *, tree: Any, spec: Float8Linear, wanted: Variables) -> tuple[Any, Any]:
     def wide(*leaves: Any) -> list[jax.Array]:
         dy, saved = jax.tree.unflatten(tree, leaves)
-        return jax.tree.leaves(backward.wide_backward(spec, dy, saved, wanted))
+        return jax.tree.leaves(formula.wide_backward(spec, dy, saved, wanted))
 
     return BACKWARD.bind(*primals, tree=tree, spec=spec, wanted=wanted), tangents_jnp(wide, primals, dots)
 
@@ -243,3 +244,93 @@ FORWARD = _primitive("forward", _forward_formula, _forward_jvp, _forward_batch)
 LINEAR = _primitive("linear", _linear_formula, _linear_jvp, _linear_batch)
 BACKWARD = _primitive("backward", _backward_formula, _backward_jvp, _backward_batch)
 ad.primitive_transposes[LINEAR] = _linear_transpose
+
+
+class Read(NamedTuple):
+    """What a derivative reads, as far as a call has it."""
+
+    dy: Any = None
+    x: Any = None
+    kernel: Any = None
+    bias: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Products(Call):
+    """The products of a direction, each of which decides for itself; a reason is that of the first that has one."""
+
+    calls: tuple[Call, ...]
+    native_for: str | None = None
+
+    def _first(self, reasons: Iterable[str | None]) -> str | None:
+        return next(filter(None, reasons), None)
+
+    def nowhere(self) -> str | None:
+        return self._first(call.nowhere() for call in self.calls)
+
+    def unfit(self, program: Program) -> str | None:
+        return self._first(call.unfit(program) for call in self.calls)
+
+    def unserved(self, platform: str) -> str | None:
+        return self._first(call.unserved(platform) for call in self.calls)
+
+    def left_out(self, platform: str) -> str | None:
+        return self._first(call.left_out(platform) for call in self.calls)
+
+
+def call_of(spec: Float8Linear, operands: Operands) -> Call:
+    """The product of operands of these types."""
+    return products.call_of(spec, "y", operands.x.shape, operands.kernel.shape[::-1], spec.out_dtype, operands.bias)
+
+
+def _forward_described(*types: Any, tree: Any, spec: Float8Linear, with_saved: bool) -> Described:
+    operands: Operands = jax.tree.unflatten(tree, types)
+    return Described(NAME, operands, "forward", call_of(spec, operands))
+
+
+def _linear_described(*types: Any, tree: Any, spec: Float8Linear) -> Described:
+    _, dots = jax.tree.unflatten(tree, types)
+    return Described(NAME, dots, "linear", Formula("tangents have no kernel"))
+
+
+def _backward_described(*types: Any, tree: Any, spec: Float8Linear, wanted: Variables) -> Described:
+    dy, saved = jax.tree.unflatten(tree, types)
+    x, kernel = _factors(saved)
+    calls: list[Call] = []
+    if wanted.x is not None:
+        calls.append(products.call_of(spec, "dx", dy.shape, kernel.shape, wanted.x.dtype))
+    if wanted.kernel is not None and spec.weight_gradient != "float8":
+        calls.append(Formula("the recipe has the kernel's gradient by a wide product"))
+    elif wanted.kernel is not None:
+        rows = products.as_rows(x.shape), products.as_rows(dy.shape)
+        calls.append(products.call_of(spec, "dw", *rows, wanted.kernel.dtype))
+    return Described(NAME, Read(dy, x, kernel), "backward", Products(tuple(calls), spec.native_in("backward")))
+
+
+def _factors(saved: Saved) -> tuple[Any, Any]:
+    """Of x and the kernel what is read: rounded, or to be rounded."""
+    x, kernel = saved.rounded_x.values, saved.rounded_kernel.values
+    return saved.x if x is None else x, saved.kernel if kernel is None else kernel
+
+
+def _of_request(request: Request) -> Call:
+    operands = Operands(request.array(request.shape), request.matrix)
+    return call_of(Float8Linear(out_dtype=request.out_dtype), operands)
+
+
+registry.entry(FORWARD).describe = _forward_described
+registry.entry(LINEAR).describe = _linear_described
+registry.entry(BACKWARD).describe = _backward_described
+registry.add_functions(
+    Function(
+        NAME,
+        call=_of_request,
+        arguments=lambda request: {"kernel": request.matrix},
+        dtypes=tuple(map(jnp.dtype, ("bfloat16", "float16", "float32"))),
+        out_dtypes=tuple(map(jnp.dtype, ("bfloat16", "float16", "float32"))),
+        last_axis_only=True,
+        matrix="kernel",
+        columns="outputs",
+        over=lambda _: "",
+    )
+)

@@ -15,7 +15,7 @@ from jaxnorm.ops import products
 from jaxnorm.ops.quantized_dot import op as quantized_dot
 from jaxnorm.ops.quantized_dot.formula import Operands, QuantizedDot, float8_dot
 from jaxnorm.primitive.decide import Call, Formula, Platform, decide
-from jaxnorm.primitive.spec import Spec
+from jaxnorm.primitive.op import Spec
 
 FLOAT8 = jnp.dtype("float8_e4m3fn")
 Transposed = Callable[[jax.Array], jax.Array]  # the array with its last axis as the first one

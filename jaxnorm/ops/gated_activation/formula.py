@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxnorm.ops.activation import FORMULAS, Formula
-from jaxnorm.primitive.op import BatchDims, Statistics
-from jaxnorm.primitive.spec import RowSpec
+from jaxnorm.primitive.op import BatchDims, RowSpec, Statistics
 from jaxnorm.quantization import Quantization
 
 Activation = Literal["silu", "gelu", "gelu_exact", "relu2", "sigmoid"]

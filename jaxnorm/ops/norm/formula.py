@@ -21,8 +21,7 @@ from jax.interpreters import ad, batching
 from jaxnorm.native import compat
 from jaxnorm.primitive import lowering, rules
 from jaxnorm.primitive.addend import add, rounded
-from jaxnorm.primitive.op import BatchDims, Statistics
-from jaxnorm.primitive.spec import RowSpec
+from jaxnorm.primitive.op import BatchDims, RowSpec, Statistics
 from jaxnorm.primitive.weights import of_rank
 from jaxnorm.quantization import Quantization
 from jaxnorm.sharding import dims

@@ -14,8 +14,7 @@ from jax import lax
 
 from jaxnorm.native import compat
 from jaxnorm.ops.norm import formula as one
-from jaxnorm.primitive.op import BatchDims, Statistics
-from jaxnorm.primitive.spec import RowSpec
+from jaxnorm.primitive.op import BatchDims, RowSpec, Statistics
 
 HeadNorm = Literal["none", "rms", "layer"]
 NORMS: tuple[HeadNorm, ...] = get_args(HeadNorm)

@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jaxnorm.ops import products
-from jaxnorm.primitive.spec import Spec
+from jaxnorm.primitive.op import Spec
 
 Result = TypeVar("Result")  # an array, or a tuple of arrays
 ALIGNMENT = 128  # in columns, of the parts of a long sum: libraries' products of 8 bits want one

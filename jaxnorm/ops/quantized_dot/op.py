@@ -17,7 +17,7 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jaxnorm.native import compat, cublaslt, ffi
+from jaxnorm.native import compat, ffi
 from jaxnorm.ops.quantized_dot import formula
 from jaxnorm.ops.quantized_dot.formula import Operands, QuantizedDot
 from jaxnorm.primitive import fallback, lowering, reasons, registry
@@ -83,7 +83,7 @@ class ProductCall(Call):
             return f"{only}, and an exported program may run on others"
         if (capabilities := ffi.capabilities()) != {CAPABILITY}:
             return f"{only}, and here is {', '.join(sorted(capabilities)) or 'none'}"
-        return cublaslt.why_not()
+        return ffi.why_no_cublaslt()
 
     def unserved(self, platform: str) -> str | None:
         x = self.operands.x

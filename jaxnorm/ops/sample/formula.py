@@ -22,8 +22,7 @@ import numpy as np
 from jax import lax
 
 from jaxnorm.ops.mask import columns, nan_where, only
-from jaxnorm.primitive.op import Statistics
-from jaxnorm.primitive.spec import RowSpec
+from jaxnorm.primitive.op import RowSpec, Statistics
 from jaxnorm.sharding import dims
 
 INVALID = -1  # the id of a row from which nothing is drawn

@@ -13,9 +13,8 @@ import numpy as np
 from jaxnorm.native import compat
 from jaxnorm.ops.norm import formula as one
 from jaxnorm.primitive.addend import rounded
-from jaxnorm.primitive.op import BatchDims, Statistics
+from jaxnorm.primitive.op import BatchDims, RowSpec, Statistics
 from jaxnorm.primitive.rules import all_none
-from jaxnorm.primitive.spec import RowSpec
 
 Dtype = np.dtype[Any]
 T = TypeVar("T")

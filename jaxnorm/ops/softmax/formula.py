@@ -20,8 +20,7 @@ import numpy as np
 
 from jaxnorm.ops.logits import MOST_OF_ROW, LogitScale, exponentials, less_1, of_whole_row, origin_of, sum_over_row
 from jaxnorm.ops.mask import Mask, counted, only
-from jaxnorm.primitive.op import BatchDims, Statistics
-from jaxnorm.primitive.spec import RowSpec
+from jaxnorm.primitive.op import BatchDims, RowSpec, Statistics
 
 Dtype = np.dtype[Any]
 T = TypeVar("T")
