@@ -261,9 +261,9 @@ def check_scale_offset(function: str, scale_offset: object) -> float:
     return check_number(function, "scale_offset", scale_offset) or -0.0
 
 
-def check_out_dtype(function: str, out_dtype: Any, x: jax.Array, name: str = "out_dtype") -> np.dtype[Any]:
+def check_out_dtype(function: str, out_dtype: Any, default: np.dtype[Any], name: str = "out_dtype") -> np.dtype[Any]:
     if out_dtype is None:
-        return np.dtype(x.dtype)
+        return default
     try:
         dtype: np.dtype[Any] | None = np.dtype(jnp.dtype(out_dtype))
     except TypeError:

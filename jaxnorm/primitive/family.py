@@ -8,6 +8,7 @@ So a gradient is one native call each way; forward mode and higher derivatives g
 has its abstract evaluation, lowering, batching, JVP and transpose in a file of its own.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Generic
@@ -17,7 +18,7 @@ import numpy as np
 from jax import lax
 
 from jaxnorm.native import compat, ffi
-from jaxnorm.primitive import fallback, lowering, reasons, registry
+from jaxnorm.primitive import decide, fallback, lowering, reasons, registry
 from jaxnorm.primitive.backward import Backward
 from jaxnorm.primitive.forward import Forward
 from jaxnorm.primitive.linear import Linear
@@ -47,16 +48,30 @@ class Family(Generic[S, O, R]):
             ffi.allow_export(op.native.targets)
 
     def wants_primitive(self, spec: S, operands: O, implementation: str | None) -> bool:
-        """Whether `implementation` asks for the primitive, or allows it where some platform has a kernel."""
-        is_asked_for = implementation == "xla"
-        wants = not is_asked_for and reasons.wants_primitive(self.op, spec, operands)
+        """Whether a call should be the primitive: a kernel on some platform, and little kept for a derivative.
+
+        If it must be native, an error where no kernel is at hand.
+        """
+        is_asked_for, types = implementation == "xla", jax.tree.map(jax.typeof, operands)
+        if is_asked_for:
+            wants = False
+        elif spec.native_for:  # in either direction: both are one call's
+            asked = dataclasses.replace(spec, native_ways=("forward",), formula_for=())
+            decide.check_native(reasons.RowCall.of(self.op, asked, types))
+            wants = True
+        elif spec.shards is None or compat.UNKNOWN:
+            wants = self.why_not(spec, types) is None
+        else:  # a primitive that exchanges shards would not know what to do with the axis of a vmap
+            manual = jax.sharding.get_abstract_mesh().manual_axes
+            is_trailing = reasons.is_trailing(spec.axes) or not self.op.is_trailing
+            wants = set(spec.shards.names) <= set(manual) and is_trailing
         if not wants:
-            why = functools.partial(self._why_formula, spec, operands, is_asked_for)
+            why = functools.partial(self._why_formula, spec, types, is_asked_for)
             fallback.traced(self.op, spec, operands, "forward", why)
         return wants
 
-    def _why_formula(self, spec: S, operands: O, is_asked_for: bool) -> str:
-        return fallback.ASKED_FOR if is_asked_for else str(self.why_not(spec, operands))
+    def _why_formula(self, spec: S, types: O, is_asked_for: bool) -> str:
+        return fallback.ASKED_FOR if is_asked_for else str(self.why_not(spec, types))
 
     def bind(self, spec: S, operands: O, *, with_stats: bool = False) -> tuple[R, Statistics]:
         """The results, native on the platforms that have a kernel, and with_stats the statistics."""
@@ -112,6 +127,6 @@ class Family(Generic[S, O, R]):
         assert self._linear is not None
         return self._linear.backward.bind(spec, cotangents, saved, wanted=wanted, batch_dims=batch_dims)
 
-    def why_not(self, spec: S, operands: O) -> str | None:
-        """Why no platform has a kernel for such a call; None if one has."""
-        return reasons.why_nowhere(reasons.Traced(self.op, spec, jax.tree.map(jax.typeof, operands)))
+    def why_not(self, spec: S, types: O) -> str | None:
+        """Why no platform has a kernel for a call with operands of these types; None if one has."""
+        return reasons.why_nowhere(reasons.Traced(self.op, spec, types))

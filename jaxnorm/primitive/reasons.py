@@ -9,7 +9,6 @@ import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -189,20 +188,3 @@ def slower(op: AnyOp, spec: RowSpec, rows: CallRows) -> str | None:
 
 def is_trailing(axes: tuple[int, ...]) -> bool:
     return axes == tuple(range(-len(axes), 0))
-
-
-def wants_primitive(op: AnyOp, spec: RowSpec, operands: Record) -> bool:
-    """Whether a call should be the op's primitive: a kernel on some platform, and little kept for a derivative.
-
-    If it must be native, an error where no kernel is at hand.
-    """
-    types = jax.tree.map(jax.typeof, operands)
-    if spec.native_for:
-        # In either direction: both are one call's.
-        decide.check_native(RowCall.of(op, dataclasses.replace(spec, native_ways=("forward",)), types))
-        return True
-    if spec.shards is None or compat.UNKNOWN:
-        return why_nowhere(Traced(op, spec, types)) is None
-    # A primitive that exchanges shards would not know what to do with the axis of a vmap.
-    manual = jax.sharding.get_abstract_mesh().manual_axes
-    return set(spec.shards.names) <= set(manual) and (is_trailing(spec.axes) or not op.is_trailing)

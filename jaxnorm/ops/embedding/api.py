@@ -67,7 +67,7 @@ def embedding(
     weights, numbers = checks.check_array(name, "table", table), _check_ids(name, "ids", ids)
     if weights.ndim != 2:
         raise ValueError(f"{name}: table has shape {weights.shape}, expected (rows, columns). Reshape table.")
-    out_dtype = checks.check_out_dtype(name, dtype, weights, "dtype")
+    out_dtype = checks.check_out_dtype(name, dtype, weights.dtype, "dtype")
     choice = checks.check_implementation(name, implementation)
     with_table, of_table = checks.check_flag(name, "return_table", return_table), weights.dtype
     if compat.are_summed(weights, numbers)[0]:

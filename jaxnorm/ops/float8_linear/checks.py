@@ -87,7 +87,7 @@ def check_out_dtype(function: str, out_dtype: Any, x: Any) -> np.dtype[Any]:
     if out_dtype is None and isinstance(x, Quantized):
         half: np.dtype[Any] = np.dtype(jnp.bfloat16)
         return half
-    dtype = checks.check_out_dtype(function, out_dtype, x.values if isinstance(x, Quantized) else x)
+    dtype = checks.check_out_dtype(function, out_dtype, (x.values if isinstance(x, Quantized) else x).dtype)
     if dtype == np.float64:
         raise TypeError(f"{function}: out_dtype is float64, expected 16 or 32 bits: sums are float32; convert it.")
     return dtype

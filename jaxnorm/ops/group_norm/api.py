@@ -82,7 +82,7 @@ def normalise(name: str, options: NormOptions, grouping: Grouping, activation: A
     axis = _check_channel_axis(name, grouping.channel_axis, x)
     split = _check_groups(name, grouping, x, axis)
     scale, bias = (_check_weight(name, n, w, x, axis) for n, w in (("scale", arrays.scale), ("bias", arrays.bias)))
-    out_dtype = checks.check_out_dtype(name, options.out_dtype, x)
+    out_dtype = checks.check_out_dtype(name, options.out_dtype, x.dtype)
     # Channels become two axes, of which the second is a group's. Those of positions come after that of examples.
     norm = GroupNorm(
         axes=tuple(a for a in range(-x.ndim, 0) if a != axis - 1),

@@ -39,7 +39,7 @@ def check_norm(
         if residual is None:
             raise ValueError(f"{function}: branch_scale without residual; multiply x by it, or pass residual, too.")
     operands = Operands(x, residual, scale, bias, branch_scale)
-    out_dtype = checks.check_out_dtype(function, options.out_dtype, x)
+    out_dtype = checks.check_out_dtype(function, options.out_dtype, x.dtype)
     multiplies = checks.check_flag(function, "multiply_before_cast", options.multiply_before_cast)
     normalised = x.dtype if residual is None else residual.dtype
     operand_dtypes = [array.dtype for array in operands if array is not None]

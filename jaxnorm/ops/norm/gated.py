@@ -172,7 +172,7 @@ def check_gated(
     gate = checks.check_like_x(function, "gate", gate, x, "multiplied")
     scale = _check_scale(function, scale, x)
     group_size = _check_group_size(function, group_size, x)
-    out_dtype = checks.check_out_dtype(function, options.out_dtype, x)
+    out_dtype = checks.check_out_dtype(function, options.out_dtype, x.dtype)
     norm = Norm(
         **of_every_norm(function, options, choice, out_dtype, [a.dtype for a in (x, gate, scale) if a is not None]),
         shards=_check_axis_name(function, options.axis_name, group_size),

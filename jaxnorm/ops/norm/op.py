@@ -96,7 +96,7 @@ def can_shard(norm: Norm, cols: int) -> bool:
 
 def _has_kernels(norm: Norm, x: jax.Array) -> bool:
     """Whether there are kernels for a shard of each row, whatever the weights are."""
-    return norm.compute_dtype == np.float32 and NORM.why_not(norm.whole(), Operands(x)) is None
+    return norm.compute_dtype == np.float32 and NORM.why_not(norm.whole(), Operands(jax.typeof(x))) is None
 
 
 def _forward_of_shard(norm: Norm, operands: Operands) -> tuple[Results, Statistics]:

@@ -52,7 +52,7 @@ def quantized_dot(
     values = x.values if is_quantized else x
     gives_bfloat16 = is_quantized and out_dtype is None
     spec = QuantizedDot(
-        out_dtype=shared_checks.check_out_dtype(NAME, jnp.bfloat16 if gives_bfloat16 else out_dtype, values),
+        out_dtype=shared_checks.check_out_dtype(NAME, jnp.bfloat16 if gives_bfloat16 else out_dtype, values.dtype),
         implementation=choice.implementation,
         how=choice.how,
         wants_all_digits=_wants_all_digits(),

@@ -80,7 +80,7 @@ def _prepare(name: str, options: NormOptions, arrays: Operands) -> tuple[Sandwic
     post_scale = checks.check_weight(name, "post_scale", arrays.post_scale, x, (-1,))
     scale = checks.check_weight(name, "scale", arrays.scale, x, (-1,))
     operands = Operands(x, residual, post_scale, scale)
-    out_dtype = checks.check_out_dtype(name, options.out_dtype, x)
+    out_dtype = checks.check_out_dtype(name, options.out_dtype, x.dtype)
     norm = SandwichNorm(
         epsilon=checks.check_epsilon(name, options.epsilon),
         scale_offset=checks.check_scale_offset(name, options.scale_offset),

@@ -114,7 +114,7 @@ def _normalised(name: str, family: Family[Softmax, Operands, Results], x: Any, g
     choice = checks.check_implementation(name, given.implementation)
     x = checks.check_x(name, x)
     axes = checks.check_axes(name, given.axis, x.ndim)
-    out_dtype = checks.check_out_dtype(name, given.out_dtype, x)
+    out_dtype = checks.check_out_dtype(name, given.out_dtype, x.dtype)
     scale: Any = check_logit_scale(name, given.logit_scale)
     wide = dims.wide_dtype([x.dtype, out_dtype])
     is_traced = isinstance(scale, jax.Array)
