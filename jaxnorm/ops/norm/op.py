@@ -20,7 +20,18 @@ from jaxnorm.ops.norm import formula
 from jaxnorm.ops.norm.formula import KINDS, STATISTICS, Dtype, Kind, Norm, Operands, Results, Saved, Variables
 from jaxnorm.primitive import lowering, registry, weights
 from jaxnorm.primitive.family import Family
-from jaxnorm.primitive.op import LIKE_X, WEIGHT, BatchDims, Derivative, Native, Op, Role, Statistics, statistics_of
+from jaxnorm.primitive.op import (
+    LIKE_X,
+    WEIGHT,
+    BatchDims,
+    CallRows,
+    Derivative,
+    Native,
+    Op,
+    Role,
+    Statistics,
+    statistics_of,
+)
 from jaxnorm.primitive.registry import Function, Request
 from jaxnorm.sharding import dims
 
@@ -30,6 +41,16 @@ BRANCH_SCALE = "branch_scale"  # and the one by which x is multiplied before
 TARGETS = tuple(f"jaxnorm_{kind}_norm_{what}" for kind in KINDS for what in ("statistics", "apply"))
 moments_p = Primitive("jaxnorm_moments")
 apply_p = Primitive("jaxnorm_apply")
+# By `python -m bench gpu --suites odd` on an H200, whose table of 2026-11-24 is in docs/benchmarks/gpu.md: the most
+# columns of rows that vectors do not divide in a cluster's shared memory with pipelines.
+LONGEST = 2**18
+# By `python -m bench model`, docs/benchmarks/models.md: a kernel of its own has neighbours that XLA would have fused
+# with the formula, which is most of the time where there is little to read, as where tokens are decoded. So many
+# elements in all, in rows of so many columns.
+FEW, NARROW = 2**18, 2**13
+# The same of the forward pass of a few hundred tokens with LayerNorm. In one of 512 x 1024, before the sum or after it,
+# or of 256 x 1152 with adaLN, XLA's code is 2 to 6 % of the program faster on an H100; of 4 x 512 x 1024 it is no more.
+FEW_CENTRED = 2**20
 # y, where it is padded, has a last axis of its own.
 PADDED = Role(lambda norm, ndim, _: dims.like_x(ndim) if norm.pad_to == 1 else (*range(ndim - 1), None))
 ROLES = dict.fromkeys(("x", ADDEND, "gate", "sum"), LIKE_X) | dict.fromkeys(("scale", "bias", BRANCH_SCALE), WEIGHT)
@@ -86,6 +107,36 @@ def plan(norm: Norm, operands: Any) -> dict[str, Any]:
     if norm.activation is None:
         return {"kind": norm.kind, "adds": operands[1] is not None}
     return {"kind": norm.kind, "gated": "first" if norm.gate_first else "last"}
+
+
+def _is_decoded(rows: CallRows, few: int) -> bool:
+    """Whether there is as little to read as where tokens are decoded: less than a launch takes, on a GPU."""
+    little = rows.rows is not None and rows.rows * rows.cols <= few and rows.cols <= NARROW
+    return little and rows.platform == "cuda" and rows.way == "forward" and not rows.differentiated
+
+
+def _slower(norm: Norm, rows: CallRows) -> str | None:
+    if norm.x_hat_dtype is not None and rows.way == "forward" and rows.platform == "cuda":
+        return f"XLA's code rounds x_hat to {norm.x_hat_dtype} and multiplies it in one pass, a kernel and XLA in two"
+    name, few = ("RMSNorm", FEW) if norm.kind == "rms" else ("LayerNorm", FEW_CENTRED)
+    if _is_decoded(rows, few):
+        return f"XLA's code is faster for {name} of at most {few} elements, which it fuses with what is around it"
+    if speed.vectors_divide(rows):
+        return None
+    if rows.way == "backward":
+        # Of a sum XLA's code loses for what clusters of eight blocks of RMSNorm hold, and for half types in the shorter
+        # rows of LayerNorm.
+        last = LONGEST if norm.kind == "rms" else 2**14
+        wins = 2**15 < rows.cols <= 2**16 or (norm.kind == "layer" and rows.dtype.itemsize == 2 and rows.cols < 2**12)
+        loses = rows.cols <= last and not wins if rows.adds else rows.cols > LONGEST
+        which = "the gradient of a sum" if rows.adds else f"rows of more than {LONGEST} columns"
+        return speed.why(rows, which) if loses else None
+    if rows.cols > LONGEST and not rows.adds:
+        return speed.why(rows, f"rows of more than {LONGEST} columns")
+    first = 1 if rows.adds else 1025
+    if rows.dtype.itemsize == 2 and first <= rows.cols < 4096:
+        return speed.why(rows, f"half types in rows of {first} to 4095 columns")
+    return None
 
 
 def can_shard(norm: Norm, cols: int) -> bool:
@@ -246,7 +297,7 @@ NORM = Family(
             },
             backward=attributes,
             plan=plan,
-            slower=speed.norm,
+            slower=_slower,
         ),
         reasons=(_per_head_weights,),
         weights_batch=True,

@@ -27,7 +27,7 @@ from jaxnorm.ops.quantize import rounding
 from jaxnorm.ops.quantize.rounding import Derivative
 from jaxnorm.primitive import weights
 from jaxnorm.primitive.family import Family
-from jaxnorm.primitive.op import LIKE_X, SCALAR, WEIGHT, Convention, Native, Op, Role, Statistics
+from jaxnorm.primitive.op import LIKE_X, SCALAR, WEIGHT, CallRows, Convention, Native, Op, Role, Statistics
 from jaxnorm.primitive.registry import Function, Request
 from jaxnorm.quantization import LARGEST, Quantization, quantized
 from jaxnorm.results import QuantizedNorm, RowStatistics
@@ -92,6 +92,10 @@ def derivative(norm: Norm) -> Derivative:
 
 
 # The scales of groups stand along the last axis, fewer than it is long.
+# The most columns of rows of which one kernel writes y beside its quantised values. Of longer ones two read x, which of
+# float32 takes longer than XLA's code: 2048 x 20480 in 205 to 187 µs on an H200, of bfloat16 in 114 to 132
+# (docs/benchmarks/gpu.md has the table).
+LONGEST_WITH_Y = 2**14
 SCALES = Role(
     lambda norm, ndim, _: dims.per_row(ndim, norm.axes) if norm.quantization.group_size is None else dims.like_x(ndim)
 )
@@ -179,6 +183,13 @@ def _requested(kind: Kind) -> Callable[[Request], tuple[Norm, Any]]:
     return of_request
 
 
+def _slower(spec: Any, rows: CallRows) -> str | None:
+    is_apart = spec.with_unquantized and rows.cols > LONGEST_WITH_Y and rows.way == "forward"
+    if is_apart and rows.platform == "cuda" and rows.dtype.itemsize == 4:
+        return f"XLA's code is faster for y beside quantised float32 rows of more than {LONGEST_WITH_Y} columns"
+    return speed.any_kernel(spec, rows)
+
+
 QUANTIZED_NORM = Family(
     Op(
         name="quantized_norm",
@@ -197,7 +208,7 @@ QUANTIZED_NORM = Family(
             forward=attributes,
             # A quantised result changes no plan; the straight-through gradient's is the norm's.
             plan=norms.plan,
-            slower=speed.quantized_norm,
+            slower=_slower,
         ),
         reasons=(_weights_with_batch_dims,),
         addend=ADDEND,

@@ -1,22 +1,26 @@
 """The op of rotary embedding with the norms of queries and keys."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxnorm.native import ffi
-from jaxnorm.ops import speed
 from jaxnorm.ops.qk_norm_rotary import formula
 from jaxnorm.ops.qk_norm_rotary.formula import STATISTICS, Operands, QKNormRotary, Results, Saved, Variables
 from jaxnorm.primitive.family import Family
-from jaxnorm.primitive.op import LIKE_X, Derivative, Native, Op, Role, statistics_of
+from jaxnorm.primitive.op import LIKE_X, CallRows, Derivative, Native, Op, Role, statistics_of
 from jaxnorm.primitive.registry import Function, Request
 from jaxnorm.sharding import dims
 from jaxnorm.sharding.dims import DimMap
 
 # The longest head that kernels rotate.
 LONGEST = 512
+# The most tokens whose queries and keys are decoded together. A loop over a Llama-like model is 0.7 to 0.8 % slower
+# with the kernel for 8 and 32 tokens on an H200 (docs/benchmarks/models.md); where they are parts of one product it is
+# as fast either way (H100). Of one token the kernel is 2 to 5 % faster.
+FEW_TOKENS = 64
 
 
 def _heads_map(norm: QKNormRotary, ndim: int, shape: Sequence[Any]) -> DimMap:
@@ -110,13 +114,24 @@ def workspace(saved: Any, wanted: Any) -> dict[str, int]:
     return {"weights": sum(dtype is not None for _, dtype in scales), "count": max([1, *heads])}
 
 
+def slower(spec: Any, rows: CallRows) -> str | None:
+    """Of queries and keys, or of these and values in one array."""
+    if rows.platform != "cuda" or rows.way != "forward" or rows.differentiated or rows.rows is None:
+        return None
+    lengths = [*rows.shape[:-1]]
+    del lengths[spec.heads_axis + 1]
+    if not 1 < math.prod(lengths) <= FEW_TOKENS:
+        return None
+    return f"XLA's code is faster for 2 to {FEW_TOKENS} tokens, which it fuses with what is around them"
+
+
 NATIVE: Native[QKNormRotary, Operands] = Native(
     names=("jaxnorm_qk_norm_rotary",),
     name=lambda _: "jaxnorm_qk_norm_rotary",
     forward=lambda norm, operands: {**attributes(norm, operands), "epsilon": np.float32(norm.epsilon)},
     backward=attributes,
     workspace=workspace,
-    slower=speed.rotary,
+    slower=slower,
 )
 
 

@@ -15,7 +15,6 @@ import numpy as np
 from jax import lax
 
 from jaxnorm.native import compat
-from jaxnorm.ops import speed
 from jaxnorm.ops.qk_norm_rotary import formula as apart, op
 from jaxnorm.primitive.family import Family
 from jaxnorm.primitive.op import LIKE_X, BatchDims, Derivative, Native, Op, Role, Statistics
@@ -218,7 +217,7 @@ NATIVE: Native[QKVNormRotary, Operands] = Native(
     },
     backward=_attributes,
     workspace=op.workspace,
-    slower=speed.rotary,
+    slower=op.slower,
 )
 
 
