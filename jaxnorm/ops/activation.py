@@ -11,7 +11,7 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jaxnorm.native import compat
+from jaxnorm.native import compat, private
 from jaxnorm.ops import checks
 
 # A function of jax.nn, or another name, in place of ours.
@@ -99,14 +99,14 @@ def _jvp(primals: Any, dots: Any, *, formula: Formula) -> tuple[Any, Any]:
 
 
 def _jet(primals: Any, series: Any, *, formula: Formula) -> tuple[Any, Any]:
-    y_and_terms: tuple[Any, Any] = compat.jet_of_formula(formula.plain, primals, series)
+    y_and_terms: tuple[Any, Any] = private.jet_of_formula(formula.plain, primals, series)
     return y_and_terms
 
 
 _primitive = Primitive("jaxnorm_activation")
 _primitive.def_abstract_eval(lambda v, formula: v.update(weak_type=False))
 compat.run_eagerly(_primitive)
-compat.register_jet(_primitive, _jet)
+private.register_jet(_primitive, _jet)
 mlir.register_lowering(_primitive, mlir.lower_fun(lambda v, formula: formula.plain(v), multiple_results=False))
 batching.defvectorized(_primitive)
 ad.primitive_jvps[_primitive] = _jvp

@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
 
-from jaxnorm.native import compat
+from jaxnorm.native import compat, private
 from jaxnorm.primitive import registry, weights
 from jaxnorm.primitive.op import STATISTIC, AnyOp, Record, Role, RowSpec, public_name
 from jaxnorm.primitive.reasons import RowCall
@@ -125,7 +125,7 @@ class Rules:
         self.primitive.def_abstract_eval(self.abstract)
         compat.run_eagerly(self.primitive)
         compat.check_nans(self.primitive)
-        compat.register_jet(self.primitive, self.jet)
+        private.register_jet(self.primitive, self.jet)
         batching.primitive_batchers[self.primitive] = self.batch
         if op.derivative is not None or op.convention is not None:
             ad.primitive_jvps[self.primitive] = self.jvp
@@ -174,7 +174,7 @@ class Rules:
 
     def jet(self, primals: Any, series: Any, **params: Any) -> Any:
         """The rule of `jax.experimental.jet`: higher derivatives are the formula's."""
-        return compat.jet_of_formula(lambda *leaves: self.formula(*leaves, **params), primals, series)
+        return private.jet_of_formula(lambda *leaves: self.formula(*leaves, **params), primals, series)
 
     def named_operands(self, tree: Any, leaves: Sequence[Any]) -> Record:
         """The operands among these values, or what a derivative reads in their place."""

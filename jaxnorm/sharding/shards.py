@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxnorm.native import compat
+from jaxnorm.native import compat, private
 from jaxnorm.sharding.dims import DimMap
 
 
@@ -76,7 +76,7 @@ class Shards:
 
 
 def check_no_jet(shards: Iterable[jax.Array]) -> None:
-    if any(map(compat.has_jet_terms, shards)):
+    if any(map(private.has_jet_terms, shards)):
         raise NotImplementedError(
             "jaxnorm: axis_name is not supported under jax.experimental.jet, which has no rules for what devices "
             "exchange; nest jax.jvp instead, or leave axis_name out and let XLA split the rows."

@@ -17,7 +17,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 from jax.sharding import PartitionSpec
 
-from jaxnorm.native import compat, ffi
+from jaxnorm.native import compat, ffi, private
 from jaxnorm.ops.embedding import formula
 from jaxnorm.ops.embedding.formula import Lookup, Positions, Rows, SegmentSum
 from jaxnorm.primitive import fallback, lowering, registry, rules
@@ -298,7 +298,7 @@ def _primitive(name: str, abstract: Any, along: Any, transpose: Any, batch: Any,
     primitive.def_abstract_eval(abstract)
     compat.run_eagerly(primitive)
     compat.check_nans(primitive)
-    compat.register_jet(primitive, of_terms)
+    private.register_jet(primitive, of_terms)
     batching.primitive_batchers[primitive] = batch
     ad.primitive_jvps[primitive] = jvp
     ad.primitive_transposes[primitive] = transpose

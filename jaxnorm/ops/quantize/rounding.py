@@ -9,7 +9,7 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 
-from jaxnorm.native import compat
+from jaxnorm.native import compat, private
 from jaxnorm.ops.mask import nan_where
 from jaxnorm.ops.quantize.checks import SMALLEST_SCALE
 from jaxnorm.primitive import lowering
@@ -151,7 +151,7 @@ _primitive = Primitive("jaxnorm_straight_through")
 _primitive.multiple_results = True
 _primitive.def_abstract_eval(_abstract)
 compat.run_eagerly(_primitive)
-compat.register_jet(_primitive, _jet)
+private.register_jet(_primitive, _jet)
 lowering.register_formula(_primitive, _formula)
 batching.primitive_batchers[_primitive] = _batch
 ad.primitive_jvps[_primitive] = _jvp
