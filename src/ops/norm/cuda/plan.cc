@@ -80,16 +80,16 @@ int64_t grad_blocks_at_once(Dtype x, int64_t cols) {
 int forward_registers(const PlanQuestion& asked, const Plan& plan) {
   constexpr int of_pipelines = 128;
   if (plan.blocks_per_row > 1 && plan.vectors != kStreamed) return of_pipelines;
-  const auto budget = [&](const auto& table) {
-    const Registers& registers = table.entry[plan.entry].registers;
+  const auto budget = [&](const ForwardRegime* table) {
+    const Registers& registers = table[plan.entry].registers;
     if (asked.is_gated || asked.adds) return registers.two_arrays;
     return asked.centred || asked.cols % vector_of(asked.x) != 0 ? registers.one_array : registers.weights;
   };
   if (!asked.is_gated)
-    return asked.x == Dtype::f32 ? budget(ForwardRegimes<4>::kTable) : budget(ForwardRegimes<2>::kTable);
-  if (asked.x == Dtype::f32) return budget(GatedForwardRegimes<4, true>::kTable);
-  return asked.gate_first ? budget(GatedForwardRegimes<2, true>::kTable)
-                          : budget(GatedForwardRegimes<2, false>::kTable);
+    return asked.x == Dtype::f32 ? budget(ForwardRegimes<4>::kTable.entry) : budget(ForwardRegimes<2>::kTable.entry);
+  if (asked.x == Dtype::f32) return budget(GatedForwardRegimes<4, true>::kTable.entry);
+  return asked.gate_first ? budget(GatedForwardRegimes<2, true>::kTable.entry)
+                          : budget(GatedForwardRegimes<2, false>::kTable.entry);
 }
 
 // As many as the most threads of a block leave.
