@@ -94,8 +94,8 @@ class Call:
 class Formula(Call):
     """A call that XLA's code computes everywhere, and why."""
 
-    def __init__(self, why: str) -> None:
-        self.why = why
+    def __init__(self, why: str, native_for: str | None = None) -> None:
+        self.why, self.native_for = why, native_for
 
     def nowhere(self) -> str:
         return self.why

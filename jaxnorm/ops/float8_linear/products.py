@@ -133,14 +133,15 @@ def by_kernels_of_parts(transposed: Transposed, spec: Float8Linear, product: Pro
 
 def call_of(spec: Float8Linear, product: str, x: Any, weights: Any, out_dtype: Any, bias: Any = None) -> Call:
     """The product of arrays of these shapes, whose last axes are summed."""
+    asked = spec.of_product(product, out_dtype)
     if spec.scaling == "tensor":
-        return Formula("the recipe has one scale for each tensor, with which XLA makes the products")
+        return Formula("the recipe has one scale for each tensor, with which XLA makes the products", asked.native_for)
     if spec.batch:
-        return Formula("no kernel takes examples of kernels, as jax.vmap makes them")
+        return Formula("no kernel takes examples of kernels, as jax.vmap makes them", asked.native_for)
     of_x, of_weights = (jax.core.ShapedArray(shape, FLOAT8) for shape in (x, weights))
     scales, x_scales = (jax.core.ShapedArray((*of[:-1], 1), np.dtype(np.float32)) for of in (weights, x))
     operands = Operands(of_x, of_weights, scales, x_scales, bias)
-    return quantized_dot.ProductCall(spec.of_product(product, out_dtype), operands)
+    return quantized_dot.ProductCall(asked, operands)
 
 
 def as_rows(shape: Any) -> Any:
