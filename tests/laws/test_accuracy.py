@@ -157,12 +157,19 @@ SHAPES = st.sampled_from(DTYPES), st.lists(st.integers(1, 9), max_size=3)
 GIVEN = st.booleans(), st.booleans()
 
 
+def of_rows(leading, cols):
+    """A shape with so many rows more that the share of law 1 is one of 200 elements at least: of nine, it would be all,
+    and one that a bias cancels is as float32 has it."""
+    missing = -(-200 // (math.prod(leading) * cols))
+    return (*leading, cols) if missing == 1 else (missing, *leading, cols)
+
+
 @pytest.mark.parametrize("op", PLAIN, ids=str)
 @given(*SHAPES, st.integers(1, 3000), *GIVEN)
 def test_results_of_random_shapes(op, dtype, leading, cols, has_scale, has_bias):
     scale = draw_scale((cols,), dtype) if has_scale else None
     bias = draw_bias((cols,), dtype) if has_bias else None
-    assert errors(op, (draw_x((*leading, cols), dtype), scale, bias)) == []
+    assert errors(op, (draw_x(of_rows(leading, cols), dtype), scale, bias)) == []
 
 
 @pytest.mark.parametrize("op", PLAIN, ids=str)
@@ -170,7 +177,7 @@ def test_results_of_random_shapes(op, dtype, leading, cols, has_scale, has_bias)
 def test_gradients_of_random_shapes(op, dtype, leading, cols, has_scale, has_bias):
     scale = draw_scale((cols,)) if has_scale else None
     bias = draw_bias((cols,)) if has_bias else None
-    assert errors_of_gradients(op, (draw_x((*leading, cols), dtype), scale, bias)) == {}
+    assert errors_of_gradients(op, (draw_x(of_rows(leading, cols), dtype), scale, bias)) == {}
 
 
 # Statistics are float32 and the variance is that of the deviations.
