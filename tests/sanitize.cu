@@ -16,6 +16,7 @@
 #include <cstring>
 #include <initializer_list>
 #include <type_traits>
+#include <vector>
 
 #include "engine/cuda/device.h"
 #include "engine/cuda/plan.h"
@@ -23,6 +24,8 @@
 #include "ops/gated_activation/call.h"
 #include "ops/norm/call.h"
 #include "ops/qk_norm_rotary/call.h"
+#include "ops/sample/call.h"
+#include "ops/segment_sum/call.h"
 #include "ops/softmax/call.h"
 
 namespace {
@@ -82,6 +85,11 @@ int64_t workspace_floats(const NormBackward& p) {
 
 int64_t workspace_floats(const GatedNormBackward& p) {
   return gated_norm_grad_workspace({p.x.dtype, p.cols, 1, p.weight_rows, true}).floats;
+}
+
+int64_t workspace_floats(const SegmentSum& p) {
+  const WorkspaceSize size = segment_sum_workspace({Dtype::f32, p.cols});
+  return (int64_t{p.positions} + p.segments) * size.floats_a_row + size.floats;
 }
 
 int64_t workspace_floats(const QkNormRotaryBackward& p) {
@@ -386,6 +394,43 @@ void run_softmax_grad(Dtype dtype, int64_t rows, int64_t cols, int64_t offset) {
   }
 }
 
+// Sums of segments of so many positions each, in order and by an order, from nothing and onto what is there.
+void run_segments(Dtype dtype, int32_t positions, int32_t segments, int64_t cols, int64_t offset) {
+  now = {Kind::rms, dtype, positions, cols};
+  const Array data(dtype, positions * cols, offset), sums(Dtype::f32, segments * cols, offset, false);
+  const Array onto(Dtype::f32, segments * cols, offset), ids(Dtype::f32, positions, 0), order(Dtype::f32, positions, 0);
+  std::vector<int32_t> in_order(positions), numbers(positions);
+  for (int32_t i = 0; i < positions; ++i) in_order[i] = i, numbers[i] = int32_t(int64_t{i} * segments / positions);
+  check(cudaMemcpy(order.get(), in_order.data(), positions * 4, cudaMemcpyHostToDevice), "cudaMemcpy");
+  check(cudaMemcpy(ids.get(), numbers.data(), positions * 4, cudaMemcpyHostToDevice), "cudaMemcpy");
+  SegmentSum p{positions, segments, cols, data, static_cast<const int32_t*>(ids.get())};
+  p.sums = sums;
+  call(p, "segment sum");
+  p.order = static_cast<const int32_t*>(order.get()), p.is_added = true, p.onto = onto;
+  call(p, "segment sum onto another array");
+  p.onto = sums;
+  call(p, "segment sum in place");
+}
+
+// The next token of rows, greedy and with every filter, with a mask and without one.
+void run_sample(Dtype dtype, int64_t rows, int64_t cols, int64_t offset) {
+  now = {Kind::rms, dtype, rows, cols};
+  const Array logits(dtype, rows * cols, offset), numbers(Dtype::f32, rows, 0), zeros(Dtype::f32, rows, 0);
+  const Array where(Dtype::s8, cols, offset), ids(Dtype::f32, rows, 0, false), log_probs(Dtype::f32, rows, 0, false);
+  check(cudaMemset(zeros.get(), 0, rows * 4), "cudaMemset");
+  const Array top_k(Dtype::f32, rows, 0);
+  check(cudaMemcpy(top_k.get(), std::vector<int32_t>(rows, 50).data(), rows * 4, cudaMemcpyHostToDevice), "cudaMemcpy");
+  for (const bool is_greedy : {false, true})
+    for (const bool masked : {false, true}) {
+      Sample p{rows, cols, logits, numbers.floats(), is_greedy ? zeros.floats() : numbers.floats()};
+      p.ids = static_cast<int32_t*>(ids.get()), p.log_probs = log_probs.floats();
+      if (masked) p.mask.where = static_cast<const uint8_t*>(where.get());
+      call(p, "sample");
+      p.top_k = static_cast<const int32_t*>(top_k.get()), p.top_p = p.min_p = numbers.floats();
+      call(p, "sample with filters");
+    }
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -401,6 +446,8 @@ int main(int argc, char** argv) {
         run_softmax(dtype, rows, cols, 0);
         run_softmax_grad(dtype, rows, cols, 0);
         run_gated_activation(dtype, rows, cols, true, 0);
+        run_sample(dtype, rows, cols, 0);
+        run_segments(dtype, int32_t(rows), 40, cols, 0);
         if (cols <= kGatedCols) run_gated(dtype, {rows, cols});
         continue;
       }
@@ -428,6 +475,11 @@ int main(int argc, char** argv) {
       run(kind, dtype, 600, 1024, 0, {}, 1);
       for (const int64_t cols : {64, 1024, 4096, 65536}) run_quantized(kind, dtype, 37, cols, 1);
       if (kind == Kind::layer) continue;
+      for (const int64_t cols : {1, 24, 257, 4096, 50257, 151936, 300000})
+        for (const int64_t rows : {1, 37}) run_sample(dtype, rows, cols, cols % 2);
+      for (const int64_t cols : {1, 24, 100, 768})
+        for (const int32_t segments : {1, 40, 4000, 60000}) run_segments(dtype, 5000, segments, cols, cols % 2);
+      run_segments(dtype, 1000000, 7, 8, 0);
       for (const int64_t cols : {1, 24, 64, 257, 512, 1024, 4096, 5001, 12288, 30001, 40000, 65536, 262144, 600000})
         for (const int64_t rows : {1, 37}) run_softmax_grad(dtype, rows, cols, 0);
       for (const int64_t cols : {64, 1024, 4096, 65536}) run_softmax_grad(dtype, 37, cols, 1);
