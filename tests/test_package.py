@@ -75,6 +75,12 @@ def test_the_engine_and_the_ffi_include_no_op():
     assert [name(path) for path in own if '#include "ops/' in path.read_text()] == []
 
 
+def test_primitives_are_made_in_one_place():
+    of_ops = [path for path in PYTHON if name(path).startswith("jaxnorm/ops/")]
+    assert of_ops
+    assert [name(path) for path in of_ops if "Primitive(" in path.read_text()] == []
+
+
 def test_no_function_is_long():
     lengths = {
         f"{name(path)}:{node.name}": lines_of_code(node)

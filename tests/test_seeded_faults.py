@@ -80,8 +80,8 @@ scales in their order, 48b8775: ops/products.py: ops/quantized_dot.py -k float32
 -y * jnp.minimum(rows, columns) * jnp.maximum(rows, columns)
 +y * rows * columns
 the slope that JAX makes of an activation, 5255872: ops/activation.py: ops/gated_activation.py -k one_rule
--_primitive.bind(v, formula=self)
-+self.plain(v)
+-_ACTIVATION.primitive.bind(v, formula=self)
++[self.plain(v)]
 an offset of 64 bits that wraps, ac80d16: ops/softmax/checks.py: ops/softmax.py -k an_offset_of_numpy
 -np.clip(value, least, min(_MOST_OFFSET, int(np.iinfo(value.dtype).max)))
 +value

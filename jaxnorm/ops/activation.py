@@ -8,11 +8,11 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad
 
-from jaxnorm.native import compat, private
+from jaxnorm.native import private
 from jaxnorm.ops import checks
+from jaxnorm.primitive.rules import Rules
 
 # A function of jax.nn, or another name, in place of ours.
 Synonym = Literal["swish"] | Callable[..., Any]
@@ -37,7 +37,8 @@ class Formula(NamedTuple):
         A primitive: `jax.experimental.jet` takes no `custom_jvp`, and what JAX makes of `plain` multiplies before it
         adds, so that an infinity times a slope has NaN where kernels have infinity.
         """
-        activated: jax.Array = _primitive.bind(v, formula=self)
+        activated: jax.Array
+        (activated,) = _ACTIVATION.primitive.bind(v, formula=self)
         return activated
 
 
@@ -92,24 +93,29 @@ def _normal(v: jax.Array) -> jax.Array:
     return jnp.where(is_near, series, share)
 
 
-def _jvp(primals: Any, dots: Any, *, formula: Formula) -> tuple[Any, Any]:
-    ((v,), (dot,)) = primals, dots
-    y = formula.of(v)
-    return y, ad.Zero(jax.typeof(y).to_tangent_aval()) if type(dot) is ad.Zero else formula.sloped(dot, v)
+class _Activation(Rules):
+    is_checked = False
+
+    def abstract(self, *types: Any, formula: Formula) -> list[Any]:
+        return [types[0].update(weak_type=False)]
+
+    def formula(self, *values: jax.Array, formula: Formula) -> list[jax.Array]:
+        return [formula.plain(*values)]
+
+    def batch(self, values: Any, axes: Any, *, formula: Formula) -> tuple[Any, Any]:
+        return self.primitive.bind(*values, formula=formula), axes
+
+    def jvp(self, primals: Any, dots: Any, *, formula: Formula) -> tuple[Any, Any]:
+        ((v,), (dot,)) = primals, dots
+        y = formula.of(v)
+        return [y], [ad.Zero(jax.typeof(y).to_tangent_aval()) if type(dot) is ad.Zero else formula.sloped(dot, v)]
+
+    def jet(self, primals: Any, series: Any, *, formula: Formula) -> tuple[Any, Any]:
+        y, terms = private.jet_of_formula(formula.plain, primals, series)
+        return [y], [terms]
 
 
-def _jet(primals: Any, series: Any, *, formula: Formula) -> tuple[Any, Any]:
-    y_and_terms: tuple[Any, Any] = private.jet_of_formula(formula.plain, primals, series)
-    return y_and_terms
-
-
-_primitive = Primitive("jaxnorm_activation")
-_primitive.def_abstract_eval(lambda v, formula: v.update(weak_type=False))
-compat.run_eagerly(_primitive)
-private.register_jet(_primitive, _jet)
-mlir.register_lowering(_primitive, mlir.lower_fun(lambda v, formula: formula.plain(v), multiple_results=False))
-batching.defvectorized(_primitive)
-ad.primitive_jvps[_primitive] = _jvp
+_ACTIVATION = _Activation("jaxnorm_activation")
 
 FORMULAS: dict[str | None, Formula] = {
     None: Formula(lambda v: v, lambda d, _: d),

@@ -32,9 +32,13 @@ class Transposed(Protocol):
 
 class Backward(Batched):
     def __init__(self, op: AnyOp, derivative: Derivative[Any, Any, Any], linear: Transposed) -> None:
-        super().__init__(op, "backward")
         self.derivative = derivative
         self.linear = linear
+        super().__init__(op, "backward")
+
+    @property
+    def in_place(self) -> Any:
+        return self.abstract if self.derivative.in_place else None
 
     def bind(self, spec: RowSpec, cotangents: Any, saved: Record, *, wanted: Any, batch_dims: BatchDims) -> Any:
         first, *others = cotangents
@@ -73,7 +77,7 @@ class Backward(Batched):
     def formula(self, *leaves: Any, **params: Any) -> list[jax.Array]:
         return self._gradients(self.derivative.backward, leaves, **params)
 
-    def formula_of_shard(self, *leaves: Any, **params: Any) -> list[jax.Array]:
+    def of_shard(self, *leaves: Any, **params: Any) -> list[jax.Array]:
         return self._gradients(self.derivative.backward_of_shard or self.derivative.backward, leaves, **params)
 
     def _gradients(

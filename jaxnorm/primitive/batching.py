@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from jaxnorm.primitive import broadcast, fallback, weights
 from jaxnorm.primitive.op import Record, RowSpec
-from jaxnorm.primitive.rules import Rules, at_front, fold, leaves_of
+from jaxnorm.primitive.rules import RowRules, at_front, fold, leaves_of
 
 
 class Case(NamedTuple):
@@ -42,7 +42,7 @@ CASES = (
 )
 
 
-class Batched(Rules):
+class Batched(RowRules):
     """Rules with what those of `jax.vmap` have in common."""
 
     def batch_in_front(self, spec: RowSpec, records: Sequence[Record], batch: Sequence[Record]) -> list[Record] | None:

@@ -18,12 +18,10 @@ import numpy as np
 from jax import lax
 
 from jaxnorm.native import compat, ffi
-from jaxnorm.primitive import decide, fallback, lowering, reasons, registry
-from jaxnorm.primitive.backward import Backward
+from jaxnorm.primitive import decide, fallback, reasons, registry
 from jaxnorm.primitive.forward import Forward
 from jaxnorm.primitive.linear import Linear
 from jaxnorm.primitive.op import BatchDims, O, Op, R, Record, S, Statistics
-from jaxnorm.sharding import partition
 
 
 class Family(Generic[S, O, R]):
@@ -33,14 +31,6 @@ class Family(Generic[S, O, R]):
         self.op = op
         self._linear = linear = None if op.derivative is None else Linear(op, op.derivative)
         self._forward = Forward(op, linear)
-        rules: list[Forward | Backward] = [self._forward] if linear is None else [self._forward, linear.backward]
-        for rule in rules:
-            partition.register(rule.primitive, rule.dim_maps, op.can_shard)
-            native = rule.native if op.native is not None else rule.by_formula if op.calls_others else None
-            in_place = rule.abstract if isinstance(rule, Backward) and rule.derivative.in_place else None
-            lowering.register(rule.primitive, rule.formula, native, rule.call, rule.formula_of_shard, in_place=in_place)
-        if linear is not None:
-            lowering.register_formula(linear.primitive, linear.formula)
         registry.add_types(op.spec, *op.static_types)
         registry.add_op(op)
         registry.entry(self._forward.primitive).is_forward = True

@@ -79,7 +79,7 @@ class Forward(Batched):
     def formula(self, *leaves: Any, **params: Any) -> list[jax.Array]:
         return self._results(self.op.forward, leaves, **params)
 
-    def formula_of_shard(self, *leaves: Any, **params: Any) -> list[jax.Array]:
+    def of_shard(self, *leaves: Any, **params: Any) -> list[jax.Array]:
         return self._results(self.op.forward_of_shard or self.op.forward, leaves, **params)
 
     def _results(

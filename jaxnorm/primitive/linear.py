@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.interpreters import ad
 
-from jaxnorm.primitive import weights
+from jaxnorm.primitive import lowering, weights
 from jaxnorm.primitive.backward import Backward
 from jaxnorm.primitive.batching import Batched
 from jaxnorm.primitive.op import AnyOp, Derivative, Record, RowSpec
@@ -24,6 +24,9 @@ class Linear(Batched):
         super().__init__(op, "linear")
         self.derivative = derivative
         self.backward = Backward(op, derivative, self)
+
+    def lower(self) -> None:
+        lowering.register_formula(self.primitive, self.formula)
 
     def bind(self, spec: RowSpec, saved: Record, dots: Record, *, with_sum: bool) -> Any:
         """The tangents of the results; None for what does not move."""

@@ -9,7 +9,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from jaxnorm.native import ffi
-from jaxnorm.primitive import fallback, registry
+from jaxnorm.primitive import fallback
 from jaxnorm.primitive.decide import Call, Platform, Program, cannot_compile, decide
 from jaxnorm.primitive.op import Spec
 from jaxnorm.sharding import partition
@@ -106,23 +106,8 @@ def replaced(function: Callable[..., list[Any]], ctx: Any, values: Sequence[Any]
     return ctx.replace(avals_in=avals), tuple(mlir.lower_fun(function)(ctx.replace(avals_out=avals), *values))
 
 
-class _Inner(Call):
+class Inner(Call):
     """A call that is only bound while another is lowered, about which is decided before."""
 
     def __init__(self, platforms: tuple[str, ...], *, is_partitionable: bool) -> None:
         self.platforms, self.is_partitionable = platforms, is_partitionable
-
-
-def register_inner(
-    primitive: Primitive, formula: Formula, native: Callable[..., Any], platforms: tuple[str, ...]
-) -> None:
-    """The same of a primitive that is only bound while another is lowered: its kernel wherever there is one."""
-
-    def call(*_: Any, **params: Any) -> Call:
-        return _Inner(platforms, is_partitionable=registry.known(primitive).partitionable is not None)
-
-    def rule(platform: str, ctx: Any, *operands: Any, **params: Any) -> Sequence[Any]:
-        values: Sequence[Any] = native(ctx, *operands, **params)
-        return values
-
-    register(primitive, formula, rule, call)

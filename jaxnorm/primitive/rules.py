@@ -12,10 +12,12 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
 
 from jaxnorm.native import compat, private
-from jaxnorm.primitive import registry, weights
+from jaxnorm.primitive import lowering, registry, weights
+from jaxnorm.primitive.decide import Call
 from jaxnorm.primitive.op import STATISTIC, AnyOp, Record, Role, RowSpec, public_name
 from jaxnorm.primitive.reasons import RowCall
 from jaxnorm.primitive.registry import Described
+from jaxnorm.sharding import partition
 from jaxnorm.sharding.dims import DimMap
 
 # What a derivative may want again: the results, the sum with an addend, the row statistics.
@@ -76,6 +78,11 @@ def examples_first(leaves: Sequence[Any], axes: Sequence[int | None]) -> list[ja
     ]
 
 
+def batch_size(leaves: Sequence[Any], axes: Sequence[int | None]) -> Any:
+    """How many examples the operands of a batching rule have."""
+    return next(leaf.shape[axis] for leaf, axis in zip(leaves, axes, strict=True) if axis is not None)
+
+
 def tangents_jnp(formula: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
     """The tangents of formula's results; zero tangents stay symbolic, as None or a Zero."""
     moving = [i for i, tangent in enumerate(tangents) if tangent is not None and type(tangent) is not ad.Zero]
@@ -109,7 +116,81 @@ def has(prefix: str, arrays: Record, later: Sequence[str | None] = ()) -> dict[s
 
 
 class Rules:
-    """One primitive of an op. The methods of a subclass are its rules.
+    """One primitive. The methods of a subclass are its rules; what it does not have, JAX is not told.
+
+    Without `call` it is lowered to its formula everywhere; else as `jaxnorm.primitive.lowering.register` says, with
+    `native` and `of_shard`, and where it has `dim_maps` split over devices by them. The operands of one with a
+    parameter `tree` are the leaves of a tuple, in which an absent one is None.
+    """
+
+    is_checked = True  # by `jax.experimental.checkify`, for NaN in its results
+    jvp: Any = None
+    transpose: Any = None
+    jet: Any = None
+    call: Any = None
+    native: Any = None
+    of_shard: Any = None
+    dim_maps: Any = None
+    on_device: Any = staticmethod(lambda spec, _: spec)
+    described: Any = None
+
+    def __init__(self, name: str) -> None:
+        self.primitive = Primitive(name)
+        self.primitive.multiple_results = True
+        self.primitive.def_abstract_eval(self.abstract)
+        compat.run_eagerly(self.primitive)
+        batching.primitive_batchers[self.primitive] = self.batch
+        if self.is_checked:
+            compat.check_nans(self.primitive)
+        if self.jet is not None:
+            private.register_jet(self.primitive, self.jet)
+        if self.described is not None:
+            registry.entry(self.primitive).describe = self.described
+        self.differentiate()
+        self.lower()
+
+    def differentiate(self) -> None:
+        """Says what its derivatives are."""
+        if self.jvp is not None:
+            ad.primitive_jvps[self.primitive] = self.jvp
+        if self.transpose is not None:
+            ad.primitive_transposes[self.primitive] = self.transpose
+
+    def lower(self) -> None:
+        """Says how it becomes code."""
+        if self.dim_maps is not None:
+            partition.register(self.primitive, self.dim_maps, is_product=True, on_device=self.on_device)
+        if self.call is None:
+            lowering.register_formula(self.primitive, self.formula)
+        else:
+            lowering.register(self.primitive, self.formula, self.native, self.call, self.of_shard)
+
+    @abstractmethod
+    def formula(self, *leaves: Any, **params: Any) -> list[jax.Array]:
+        """The results in jax.numpy."""
+
+    def abstract(self, *leaves: Any, **params: Any) -> list[Any]:
+        """The types of the results, by default the formula's."""
+        return list(jax.make_jaxpr(lambda *values: self.formula(*values, **params))(*leaves).out_avals)
+
+    def batch(self, *leaves_and_axes: Any, **params: Any) -> Any:
+        """By default the formula of each example."""
+        leaves, axes = leaves_and_axes
+        return at_front(jax.vmap(lambda *values: self.formula(*values, **params), in_axes=tuple(axes))(*leaves))
+
+
+class Inner(Rules):
+    """A primitive that is only bound while another is lowered, about which is decided before: its kernel wherever
+    there is one."""
+
+    platforms: tuple[str, ...] = ("cuda",)
+
+    def call(self, *_: Any, **params: Any) -> Call:
+        return lowering.Inner(self.platforms, is_partitionable=self.dim_maps is not None)
+
+
+class RowRules(Rules):
+    """One primitive of an op of rows.
 
     Its operands are the leaves of a tuple of tuples, in which an absent one is None; the structure of it is the
     parameter `tree`. Operands keep x's rank, so that a result's sharding and varying mesh axes follow from x's type.
@@ -119,14 +200,10 @@ class Rules:
     def __init__(self, op: AnyOp, direction: str) -> None:
         self.op = op
         self.direction = direction
-        self.primitive = Primitive(primitive_name(op.name, direction))
-        registry.entry(self.primitive).describe = self.described
-        self.primitive.multiple_results = True
-        self.primitive.def_abstract_eval(self.abstract)
-        compat.run_eagerly(self.primitive)
-        compat.check_nans(self.primitive)
-        private.register_jet(self.primitive, self.jet)
-        batching.primitive_batchers[self.primitive] = self.batch
+        super().__init__(primitive_name(op.name, direction))
+
+    def differentiate(self) -> None:
+        op = self.op
         if op.derivative is not None or op.convention is not None:
             ad.primitive_jvps[self.primitive] = self.jvp
         elif op.calls_others:
@@ -134,22 +211,16 @@ class Rules:
         if op.derivative is not None:
             ad.primitive_transposes[self.primitive] = self.transpose
 
-    @abstractmethod
-    def abstract(self, *leaves: Any, **params: Any) -> list[Any]:
-        """The types of the results."""
+    @property
+    def in_place(self) -> Any:
+        """The abstract evaluation, where the native rule asks where an operand comes from."""
+        return None
 
-    @abstractmethod
-    def formula(self, *leaves: Any, **params: Any) -> list[jax.Array]:
-        """The results in jax.numpy."""
-
-    @abstractmethod
-    def batch(self, *leaves_and_axes: Any, **params: Any) -> Any: ...
-
-    @abstractmethod
-    def jvp(self, *primals_and_dots: Any, **params: Any) -> Any: ...
-
-    @abstractmethod
-    def transpose(self, *cotangents_and_leaves: Any, **params: Any) -> Any: ...
+    def lower(self) -> None:
+        op = self.op
+        partition.register(self.primitive, self.dim_maps, op.can_shard)
+        native = self.native if op.native is not None else self.by_formula if op.calls_others else None
+        lowering.register(self.primitive, self.formula, native, self.call, self.of_shard, in_place=self.in_place)
 
     @abstractmethod
     def call(self, *types: Any, **params: Any) -> RowCall:

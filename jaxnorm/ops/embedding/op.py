@@ -6,6 +6,7 @@ transpose, so that derivatives of any order are these two.
 
 import dataclasses
 import math
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,17 +14,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching
+from jax.interpreters import ad
 from jax.sharding import PartitionSpec
 
-from jaxnorm.native import compat, ffi, private
+from jaxnorm.native import ffi
 from jaxnorm.ops.embedding import formula
 from jaxnorm.ops.embedding.formula import Lookup, Positions, Rows, SegmentSum
 from jaxnorm.primitive import fallback, lowering, registry, rules
 from jaxnorm.primitive.decide import Call, Formula
 from jaxnorm.primitive.registry import Described, Function, Request
-from jaxnorm.sharding import partition
+from jaxnorm.primitive.rules import Rules
 from jaxnorm.sharding.dims import CallMaps, DimMap, wide_dtype
 from jaxnorm.sharding.shards import Placement
 
@@ -40,11 +40,11 @@ SHORT = 512  # columns; of fewer XLA's code for CPUs adds up in the cache what a
 
 def bind_lookup(spec: Lookup, table: Any, ids: Any) -> list[jax.Array]:
     """The rows, and the table if it is asked for."""
-    return rules.bind(LOOKUP, Rows(table, ids), spec=spec)
+    return rules.bind(LOOKUP.primitive, Rows(table, ids), spec=spec)
 
 
 def bind_sum(spec: SegmentSum, data: Any, ids: Any, onto: Any = None) -> jax.Array:
-    (sums,) = rules.bind(SUM, Positions(data, ids, onto), spec=spec)
+    (sums,) = rules.bind(SUM.primitive, Positions(data, ids, onto), spec=spec)
     return sums
 
 
@@ -91,56 +91,81 @@ def _known(lengths: Sequence[Any]) -> int:
     return int(np.prod([n for n in lengths if isinstance(n, int)], dtype=object))
 
 
-def _lookup_abstract(*leaves: Any, tree: Any, spec: Lookup) -> list[Any]:
-    (rows,) = jax.make_jaxpr(lambda *values: formula.lookup(spec, Rows(*values)))(*leaves).out_avals
-    return [rows, leaves[0]] if spec.with_table else [rows]
+class _ByIds(Rules):
+    """One whose second operand are ids; it is linear in the others."""
+
+    @abstractmethod
+    def along(self, dots: Sequence[Any], ids: Any, spec: Any) -> list[Any]:
+        """The tangents of the results."""
+
+    def jvp(self, primals: Any, dots: Any, *, tree: Any, spec: Any) -> tuple[Any, Any]:
+        results = self.primitive.bind(*primals, tree=tree, spec=spec)
+        variables = [dots[0], *dots[2:]]
+        if all(type(dot) is ad.Zero for dot in variables):
+            return results, [ad.Zero(jax.typeof(result).to_tangent_aval()) for result in results]
+        return results, self.along(variables, primals[1], spec)
+
+    def jet(self, primals: Any, series: Any, *, tree: Any, spec: Any) -> tuple[Any, Any]:
+        variables = [series[0], *series[2:]]
+        terms = [self.along(dots, primals[1], spec) for dots in zip(*variables, strict=True)]
+        return self.primitive.bind(*primals, tree=tree, spec=spec), list(map(list, zip(*terms, strict=True)))
 
 
-def _lookup_formula(*leaves: Any, tree: Any, spec: Lookup) -> list[jax.Array]:
-    rows = formula.lookup(spec, Rows(*leaves))
-    return [rows, leaves[0]] if spec.with_table else [rows]
+class _Lookup(_ByIds):
+    def abstract(self, *leaves: Any, tree: Any, spec: Lookup) -> list[Any]:
+        (rows,) = jax.make_jaxpr(lambda *values: formula.lookup(spec, Rows(*values)))(*leaves).out_avals
+        return [rows, leaves[0]] if spec.with_table else [rows]
 
+    def formula(self, *leaves: Any, tree: Any, spec: Lookup) -> list[jax.Array]:
+        rows = formula.lookup(spec, Rows(*leaves))
+        return [rows, leaves[0]] if spec.with_table else [rows]
 
-def _lookup_transpose(cotangents: Any, table: Any, ids: Any, *, tree: Any, spec: Lookup) -> list[Any]:
-    rows, *others = cotangents
-    if not ad.is_undefined_primal(table):
-        return [None, None]
-    (onto,) = [other for other in others if type(other) is not ad.Zero] or [None]
-    if type(rows) is ad.Zero:
-        return [onto, None]
-    backward = "backward" if spec.function == "embedding" else "forward"
-    sums = SegmentSum(
-        function=spec.function,
-        out_dtype=np.dtype(table.aval.dtype),
-        segments=table.aval.shape[0],
-        positions=ids.ndim,
-        # By themselves sums have columns as rows have them, which may be split where the table's are not.
-        out_spec=table.aval.sharding.spec if jax.typeof(rows).sharding.spec[-1:] != (None,) else _split(table.aval),
-        native_for=spec.native_in(backward),
-        formula_for=tuple(("forward", how) for way, how in spec.formula_for if way == backward),
-    )
-    return [bind_sum(sums, rows, ids, onto), None]
+    def along(self, dots: Sequence[Any], ids: Any, spec: Lookup) -> list[Any]:
+        """Linear, but for what fills the rows that no table has."""
+        (table,) = dots
+        return bind_lookup(dataclasses.replace(spec, fill=0.0), table, ids)
 
+    def transpose(self, cotangents: Any, table: Any, ids: Any, *, tree: Any, spec: Lookup) -> list[Any]:
+        rows, *others = cotangents
+        if not ad.is_undefined_primal(table):
+            return [None, None]
+        (onto,) = [other for other in others if type(other) is not ad.Zero] or [None]
+        if type(rows) is ad.Zero:
+            return [onto, None]
+        backward = "backward" if spec.function == "embedding" else "forward"
+        sums = SegmentSum(
+            function=spec.function,
+            out_dtype=np.dtype(table.aval.dtype),
+            segments=table.aval.shape[0],
+            positions=ids.ndim,
+            # By themselves sums have columns as rows have them, which may be split where the table's are not.
+            out_spec=table.aval.sharding.spec if jax.typeof(rows).sharding.spec[-1:] != (None,) else _split(table.aval),
+            native_for=spec.native_in(backward),
+            formula_for=tuple(("forward", how) for way, how in spec.formula_for if way == backward),
+        )
+        return [bind_sum(sums, rows, ids, onto), None]
 
-def _split(aval: Any) -> PartitionSpec | None:
-    return aval.sharding.spec if any(aval.sharding.spec) else None
+    def batch(self, leaves: Any, axes: Any, *, tree: Any, spec: Lookup) -> tuple[Any, Any]:
+        of_rows = None if spec.out_spec is None else PartitionSpec(None, *spec.out_spec)
+        if axes[0] is None:
+            table, ids = leaves[0], jnp.moveaxis(leaves[1], axes[1], 0)
+            results = bind_lookup(dataclasses.replace(spec, out_spec=of_rows), table, ids)
+            return results, [0, None][: len(results)]
+        tables, ids = rules.fold(leaves, axes)
+        if (numbers := _folded(ids, tables.shape[1], tables)) is None:
+            fallback.tell(spec.function, Rows(*leaves), self._direction(spec), OF_EXAMPLES)
+            # JAX sums the gradient in the dtype of what is gathered.
+            wide = tables.astype(wide_dtype([tables.dtype]))
+            rows = jax.vmap(lambda *values: formula.lookup(spec, Rows(*values)))(wide, ids)
+            return rules.at_front([rows, tables] if spec.with_table else [rows])
+        rows, *folded = bind_lookup(spec, tables.reshape(-1, tables.shape[-1]), numbers)
+        return rules.at_front([rows, *(table.reshape(tables.shape) for table in folded)])
 
+    def _direction(self, spec: Lookup) -> str:
+        return "forward" if spec.function == "embedding" else "backward"
 
-def _lookup_batch(leaves: Any, axes: Any, *, tree: Any, spec: Lookup) -> tuple[Any, Any]:
-    of_rows = None if spec.out_spec is None else PartitionSpec(None, *spec.out_spec)
-    if axes[0] is None:
-        table, ids = leaves[0], jnp.moveaxis(leaves[1], axes[1], 0)
-        results = bind_lookup(dataclasses.replace(spec, out_spec=of_rows), table, ids)
-        return results, [0, None][: len(results)]
-    tables, ids = rules.fold(leaves, axes)
-    if (numbers := _folded(ids, tables.shape[1], tables)) is None:
-        fallback.tell(spec.function, Rows(*leaves), _lookup_direction(spec), OF_EXAMPLES)
-        # JAX sums the gradient in the dtype of what is gathered.
-        wide = tables.astype(wide_dtype([tables.dtype]))
-        rows = jax.vmap(lambda *values: formula.lookup(spec, Rows(*values)))(wide, ids)
-        return rules.at_front([rows, tables] if spec.with_table else [rows])
-    rows, *folded = bind_lookup(spec, tables.reshape(-1, tables.shape[-1]), numbers)
-    return rules.at_front([rows, *(table.reshape(tables.shape) for table in folded)])
+    def described(self, table: Any, ids: Any, *, tree: Any, spec: Lookup) -> Described:
+        return Described(spec.function, Rows(table, ids), self._direction(spec), Formula(GATHERS))
 
 
 def _folded(ids: jax.Array, length: Any, of_examples: jax.Array) -> jax.Array | None:
@@ -153,166 +178,112 @@ def _folded(ids: jax.Array, length: Any, of_examples: jax.Array) -> jax.Array | 
     return jnp.where((ids >= 0) & (ids < length), ids + first, size * length)
 
 
-def _lookup_direction(spec: Lookup) -> str:
-    return "forward" if spec.function == "embedding" else "backward"
+def _split(aval: Any) -> PartitionSpec | None:
+    return aval.sharding.spec if any(aval.sharding.spec) else None
 
 
-def _lookup_described(table: Any, ids: Any, *, tree: Any, spec: Lookup) -> Described:
-    return Described(spec.function, Rows(table, ids), _lookup_direction(spec), Formula(GATHERS))
+class _Sum(_ByIds):
+    def abstract(self, *leaves: Any, tree: Any, spec: SegmentSum) -> list[Any]:
+        return [formula.result_type(spec, Positions(*leaves))]
+
+    def formula(self, *leaves: Any, tree: Any, spec: SegmentSum) -> list[jax.Array]:
+        return [formula.segment_sum(spec, Positions(*leaves))]
+
+    def native(self, platform: str, ctx: Any, *leaves: Any, tree: Any, spec: SegmentSum) -> Sequence[Any]:
+        sorts = platform == "cuda" and not spec.is_sorted
+
+        def taken(data: jax.Array, ids: jax.Array, *onto: jax.Array) -> list[jax.Array]:
+            """What a kernel takes: a matrix, whose rows are in order on a GPU."""
+            rows, ids = data.reshape(ids.size, data.shape[-1]), ids.ravel()
+            if not sorts:
+                return [rows, ids, *onto]
+            return [rows, *lax.sort((ids, lax.iota(jnp.int32, ids.size)), num_keys=1, is_stable=True), *onto]
+
+        has_onto = len(leaves) == len(Positions._fields)
+        ctx, values = lowering.replaced(taken, ctx, leaves)
+        rows, columns = ctx.avals_in[0].shape
+        items = rows if has_onto else rows + spec.segments
+        attributes = {"has_order": sorts, "segments": np.int64(spec.segments)}
+        return ffi.call(
+            platform,
+            TARGET,
+            ctx,
+            values,
+            workspace=ffi.workspace(platform, TARGET, spec.out_dtype, items, max(1, columns)),
+            attributes=attributes | ({"has_onto": True} if has_onto else {}),
+            aliases={len(values) - 1: 0} if has_onto else None,
+        )
+
+    def of_shard(self, *leaves: Any, tree: Any, spec: SegmentSum) -> list[jax.Array]:
+        """Of a device's positions in the segments that it owns. Sums over devices are rounded once, too."""
+        data, ids, *onto = leaves
+        if spec.owned is not None:
+            ids = jnp.clip(ids - spec.owned.index() * spec.segments, -1, spec.segments)
+        own = dataclasses.replace(spec, shards=None, summed=None, owned=None)
+        if spec.summed is None:
+            return [bind_sum(own, data, ids, *onto)]
+        total = spec.summed.sum(bind_sum(dataclasses.replace(own, out_dtype=np.dtype(np.float32)), data, ids))
+        return [sum((array.astype(np.float32) for array in onto), start=total).astype(spec.out_dtype)]
+
+    def dim_maps(self, types: Any, *, spec: SegmentSum) -> CallMaps:
+        """The axes are those of positions, that of segments and that of columns."""
+        *positions, segments, columns = range(spec.positions + 2)
+        sums = (segments, columns)
+        _, _, *onto = jax.tree.leaves(types)
+        of_operands: list[DimMap] = [(*positions, columns), tuple(positions), *(sums for _ in onto)]
+        return CallMaps(columns + 1, of_operands, [sums], [()], [None])
+
+    def on_device(self, spec: SegmentSum, placement: Placement) -> SegmentSum:
+        *positions, segments, columns = range(spec.positions + 2)
+        (own, _) = placement.shard_shape((segments, columns), (spec.segments, 1))
+        return dataclasses.replace(
+            spec, segments=own, summed=placement.shards(positions), owned=placement.shards([segments])
+        )
+
+    def along(self, dots: Sequence[Any], ids: Any, spec: SegmentSum) -> list[Any]:
+        data, *onto = dots
+        if type(data) is ad.Zero:
+            return list(onto)
+        return [bind_sum(spec, data, ids, *(array for array in onto if type(array) is not ad.Zero))]
+
+    def transpose(self, cotangents: Any, data: Any, ids: Any, *onto: Any, tree: Any, spec: SegmentSum) -> list[Any]:
+        (sums,) = cotangents
+        if type(sums) is ad.Zero:
+            return [None] * (2 + len(onto))
+        of_onto = [sums if ad.is_undefined_primal(array) else None for array in onto]
+        if not ad.is_undefined_primal(data):
+            return [None, None, *of_onto]
+        ways = {name: getattr(spec, name) for name in ("native_for", "formula_for")}
+        spec_of_rows = Lookup(
+            function=spec.function, out_dtype=np.dtype(data.aval.dtype), out_spec=_split(data.aval), **ways
+        )
+        (rows,) = bind_lookup(spec_of_rows, sums, ids)
+        return [rows, None, *of_onto]
+
+    def batch(self, leaves: Any, axes: Any, *, tree: Any, spec: SegmentSum) -> tuple[Any, Any]:
+        data, ids, *onto = rules.fold(leaves, axes)
+        if spec.out_spec is not None or (numbers := _folded(ids, spec.segments, data)) is None:
+            fallback.tell(spec.function, Positions(*leaves), self._direction(spec), OF_EXAMPLES)
+            results = jax.vmap(lambda *values: formula.segment_sum(spec, Positions(*values)))(data, ids, *onto)
+            return rules.at_front(results)
+        size = data.shape[0]
+        # What is in no sum of an example stands behind those of all examples.
+        folded = dataclasses.replace(spec, segments=size * spec.segments, positions=spec.positions + 1, is_sorted=False)
+        sums = bind_sum(folded, data, numbers, *(array.reshape(-1, data.shape[-1]) for array in onto))
+        return [sums.reshape(size, spec.segments, data.shape[-1])], [0]
+
+    def _direction(self, spec: SegmentSum) -> str:
+        return "backward" if spec.function == "embedding" else "forward"
+
+    def call(self, *leaves: Any, tree: Any, spec: SegmentSum) -> SumCall:
+        return SumCall(spec, Positions(*leaves))
+
+    def described(self, *leaves: Any, tree: Any, spec: SegmentSum) -> Described:
+        call = SumCall(spec, Positions(*leaves))
+        return Described(spec.function, call.operands, self._direction(spec), call)
 
 
-def _sum_abstract(*leaves: Any, tree: Any, spec: SegmentSum) -> list[Any]:
-    return [formula.result_type(spec, Positions(*leaves))]
-
-
-def _sum_formula(*leaves: Any, tree: Any, spec: SegmentSum) -> list[jax.Array]:
-    return [formula.segment_sum(spec, Positions(*leaves))]
-
-
-def _sum_native(platform: str, ctx: Any, *leaves: Any, tree: Any, spec: SegmentSum) -> Sequence[Any]:
-    sorts = platform == "cuda" and not spec.is_sorted
-
-    def taken(data: jax.Array, ids: jax.Array, *onto: jax.Array) -> list[jax.Array]:
-        """What a kernel takes: a matrix, whose rows are in order on a GPU."""
-        rows, ids = data.reshape(ids.size, data.shape[-1]), ids.ravel()
-        if not sorts:
-            return [rows, ids, *onto]
-        return [rows, *lax.sort((ids, lax.iota(jnp.int32, ids.size)), num_keys=1, is_stable=True), *onto]
-
-    has_onto = len(leaves) == len(Positions._fields)
-    ctx, values = lowering.replaced(taken, ctx, leaves)
-    rows, columns = ctx.avals_in[0].shape
-    items = rows if has_onto else rows + spec.segments
-    return ffi.call(
-        platform,
-        TARGET,
-        ctx,
-        values,
-        workspace=ffi.workspace(platform, TARGET, spec.out_dtype, items, max(1, columns)),
-        attributes={"has_order": sorts, "segments": np.int64(spec.segments)} | ({"has_onto": True} if has_onto else {}),
-        aliases={len(values) - 1: 0} if has_onto else None,
-    )
-
-
-def _sum_of_shard(*leaves: Any, tree: Any, spec: SegmentSum) -> list[jax.Array]:
-    """Of a device's positions in the segments that it owns. Sums over devices are rounded once, too."""
-    data, ids, *onto = leaves
-    if spec.owned is not None:
-        ids = jnp.clip(ids - spec.owned.index() * spec.segments, -1, spec.segments)
-    own = dataclasses.replace(spec, shards=None, summed=None, owned=None)
-    if spec.summed is None:
-        return [bind_sum(own, data, ids, *onto)]
-    total = spec.summed.sum(bind_sum(dataclasses.replace(own, out_dtype=np.dtype(np.float32)), data, ids))
-    return [sum((array.astype(np.float32) for array in onto), start=total).astype(spec.out_dtype)]
-
-
-def _sum_maps(types: Any, *, spec: SegmentSum) -> CallMaps:
-    """The axes are those of positions, that of segments and that of columns."""
-    *positions, segments, columns = range(spec.positions + 2)
-    sums = (segments, columns)
-    _, _, *onto = jax.tree.leaves(types)
-    of_operands: list[DimMap] = [(*positions, columns), tuple(positions), *(sums for _ in onto)]
-    return CallMaps(columns + 1, of_operands, [sums], [()], [None])
-
-
-def _sum_on_device(spec: SegmentSum, placement: Placement) -> SegmentSum:
-    *positions, segments, columns = range(spec.positions + 2)
-    (own, _) = placement.shard_shape((segments, columns), (spec.segments, 1))
-    return dataclasses.replace(
-        spec, segments=own, summed=placement.shards(positions), owned=placement.shards([segments])
-    )
-
-
-def _sum_transpose(cotangents: Any, data: Any, ids: Any, *onto: Any, tree: Any, spec: SegmentSum) -> list[Any]:
-    (sums,) = cotangents
-    if type(sums) is ad.Zero:
-        return [None] * (2 + len(onto))
-    of_onto = [sums if ad.is_undefined_primal(array) else None for array in onto]
-    if not ad.is_undefined_primal(data):
-        return [None, None, *of_onto]
-    ways = {name: getattr(spec, name) for name in ("native_for", "formula_for")}
-    spec_of_rows = Lookup(
-        function=spec.function, out_dtype=np.dtype(data.aval.dtype), out_spec=_split(data.aval), **ways
-    )
-    (rows,) = bind_lookup(spec_of_rows, sums, ids)
-    return [rows, None, *of_onto]
-
-
-def _sum_batch(leaves: Any, axes: Any, *, tree: Any, spec: SegmentSum) -> tuple[Any, Any]:
-    data, ids, *onto = rules.fold(leaves, axes)
-    if spec.out_spec is not None or (numbers := _folded(ids, spec.segments, data)) is None:
-        fallback.tell(spec.function, Positions(*leaves), _sum_direction(spec), OF_EXAMPLES)
-        return rules.at_front(jax.vmap(lambda *values: formula.segment_sum(spec, Positions(*values)))(data, ids, *onto))
-    size = data.shape[0]
-    # What is in no sum of an example stands behind those of all examples.
-    folded = dataclasses.replace(spec, segments=size * spec.segments, positions=spec.positions + 1, is_sorted=False)
-    sums = bind_sum(folded, data, numbers, *(array.reshape(-1, data.shape[-1]) for array in onto))
-    return [sums.reshape(size, spec.segments, data.shape[-1])], [0]
-
-
-def _sum_direction(spec: SegmentSum) -> str:
-    return "backward" if spec.function == "embedding" else "forward"
-
-
-def _sum_call(*leaves: Any, tree: Any, spec: SegmentSum) -> SumCall:
-    return SumCall(spec, Positions(*leaves))
-
-
-def _sum_described(*leaves: Any, tree: Any, spec: SegmentSum) -> Described:
-    call = SumCall(spec, Positions(*leaves))
-    return Described(spec.function, call.operands, _sum_direction(spec), call)
-
-
-def _lookup_along(dots: Any, ids: Any, spec: Lookup) -> list[Any]:
-    """Linear, but for what fills the rows that no table has."""
-    (table,) = dots
-    return bind_lookup(dataclasses.replace(spec, fill=0.0), table, ids)
-
-
-def _sum_along(dots: Any, ids: Any, spec: SegmentSum) -> list[Any]:
-    data, *onto = dots
-    if type(data) is ad.Zero:
-        return list(onto)
-    return [bind_sum(spec, data, ids, *(array for array in onto if type(array) is not ad.Zero))]
-
-
-def _primitive(name: str, abstract: Any, along: Any, transpose: Any, batch: Any, describe: Any) -> Primitive:
-    """ids are the second operand; it is linear in the others."""
-    primitive = Primitive(name)
-
-    def jvp(primals: Any, dots: Any, *, tree: Any, spec: Any) -> tuple[Any, Any]:
-        results = primitive.bind(*primals, tree=tree, spec=spec)
-        variables = [dots[0], *dots[2:]]
-        if all(type(dot) is ad.Zero for dot in variables):
-            return results, [ad.Zero(jax.typeof(result).to_tangent_aval()) for result in results]
-        return results, along(variables, primals[1], spec)
-
-    def of_terms(primals: Any, series: Any, *, tree: Any, spec: Any) -> tuple[Any, Any]:
-        variables = [series[0], *series[2:]]
-        terms = [along(dots, primals[1], spec) for dots in zip(*variables, strict=True)]
-        return primitive.bind(*primals, tree=tree, spec=spec), [
-            list(of_result) for of_result in zip(*terms, strict=True)
-        ]
-
-    primitive.multiple_results = True
-    primitive.def_abstract_eval(abstract)
-    compat.run_eagerly(primitive)
-    compat.check_nans(primitive)
-    private.register_jet(primitive, of_terms)
-    batching.primitive_batchers[primitive] = batch
-    ad.primitive_jvps[primitive] = jvp
-    ad.primitive_transposes[primitive] = transpose
-    registry.entry(primitive).describe = describe
-    return primitive
-
-
-LOOKUP = _primitive(
-    "jaxnorm_lookup", _lookup_abstract, _lookup_along, _lookup_transpose, _lookup_batch, _lookup_described
-)
-SUM = _primitive(TARGET, _sum_abstract, _sum_along, _sum_transpose, _sum_batch, _sum_described)
-lowering.register_formula(LOOKUP, _lookup_formula)
-partition.register(SUM, _sum_maps, is_product=True, on_device=_sum_on_device)
-lowering.register(SUM, _sum_formula, _sum_native, _sum_call, _sum_of_shard)
+LOOKUP, SUM = _Lookup("jaxnorm_lookup"), _Sum(TARGET)
 registry.add_types(SegmentSum)
 
 

@@ -6,20 +6,18 @@ layer's own primitives are lowered.
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir
+from jax.interpreters import mlir
 
 from jaxnorm.native import ffi
 from jaxnorm.ops.float8_linear.formula import Rounded, Wants, rounded_along, rounded_gradient
 from jaxnorm.ops.float8_linear.products import Arithmetic, Float8Linear, by_kernels, by_kernels_of_parts
-from jaxnorm.primitive import lowering, reasons, registry
+from jaxnorm.primitive import reasons, registry
 from jaxnorm.primitive.op import Spec
-from jaxnorm.sharding import partition
+from jaxnorm.primitive.rules import Inner
 from jaxnorm.sharding.dims import CallMaps
 
 # Targets that only CUDA has.
@@ -33,8 +31,8 @@ def rounded(spec: Float8Linear, array: jax.Array, axes: tuple[int, ...], *, keep
     if not _is_served(spec, array):
         return rounded_along(spec, array, axes)
     if axes == (-1,):
-        return Rounded(*_round_rows.bind(array, spec=spec))
-    *values, transposed, scales = _round_columns.bind(array, spec=spec, keeps=keeps)
+        return Rounded(*_round_rows.primitive.bind(array, spec=spec))
+    *values, transposed, scales = _round_columns.primitive.bind(array, spec=spec, keeps=keeps)
     return Rounded(values[0] if keeps else None, scales, transposed)
 
 
@@ -46,10 +44,10 @@ def gradient(
         return rounded_gradient(spec, dy, of_columns, of_rows, wants=wants)
     columns = [] if of_columns is None else [of_columns.reshape(-1)]
     if not wants[1]:
-        return Rounded(*_round_rows.bind(dy, *columns, spec=spec)), None
+        return Rounded(*_round_rows.primitive.bind(dy, *columns, spec=spec)), None
     rows = [] if of_rows is None else [of_rows.reshape(-1)]
     columns = columns if wants[0] else []
-    *by_rows, transposed, scales = _round_gradient.bind(
+    *by_rows, transposed, scales = _round_gradient.primitive.bind(
         dy, *columns, *rows, spec=spec, has_columns=bool(columns), has_rows=bool(rows), with_values=wants[0]
     )
     by_columns = Rounded(None, scales.reshape((1,) * (dy.ndim - 1) + (-1,)), transposed)
@@ -62,7 +60,7 @@ def transposed(array: jax.Array) -> jax.Array:
     if 0 in array.shape:
         return jnp.moveaxis(array, -1, 0)
     result: jax.Array
-    (result,) = _transpose.bind(array, tree=jax.tree.structure((array,)), spec=Spec())
+    (result,) = _transpose.primitive.bind(array, tree=jax.tree.structure((array,)), spec=Spec())
     return result
 
 
@@ -72,95 +70,87 @@ def _is_served(spec: Float8Linear, array: jax.Array) -> bool:
     return spec.scaling == "row" and is_known and math.prod(lengths[:-1]) <= reasons.MOST_ROWS
 
 
-def _round_rows_formula(array: jax.Array, *factors: jax.Array, spec: Float8Linear) -> list[jax.Array]:
-    of_columns = factors[0] if factors else None
-    by_rows, _ = rounded_gradient(spec, array, of_columns, None, wants=(True, False))
-    return [by_rows.values, by_rows.scales]
+class _RoundRows(Inner):
+    def formula(self, *operands: jax.Array, spec: Float8Linear) -> list[jax.Array]:
+        array, *of_columns = operands
+        by_rows, _ = rounded_gradient(spec, array, next(iter(of_columns), None), None, wants=(True, False))
+        return [by_rows.values, by_rows.scales]
+
+    def native(self, platform: str, ctx: Any, *operands: Any, spec: Float8Linear) -> Any:
+        attributes = {"has_factors": len(operands) > 1, "power_of_two": spec.power_of_two}
+        return ffi.call(platform, ROWS, ctx, operands, attributes=attributes)
 
 
-def _round_rows_native(ctx: Any, *operands: Any, spec: Float8Linear) -> Any:
-    attributes = {"has_factors": len(operands) > 1, "power_of_two": spec.power_of_two}
-    return ffi.call("cuda", ROWS, ctx, operands, attributes=attributes)
+class _RoundColumns(Inner):
+    def formula(self, *operands: jax.Array, spec: Float8Linear, keeps: bool) -> list[jax.Array]:
+        (matrix,) = operands
+        values, scales, _ = rounded_along(spec, matrix, (0,))
+        return [*([values] if keeps else []), values.T, scales]
+
+    def native(self, platform: str, ctx: Any, *operands: Any, spec: Float8Linear, keeps: bool) -> Any:
+        attributes = {"power_of_two": spec.power_of_two, "with_values": keeps}
+        workspace = _workspace(platform, COLUMNS, ctx)
+        return ffi.call(platform, COLUMNS, ctx, operands, workspace=workspace, attributes=attributes)
 
 
-def _round_columns_formula(matrix: jax.Array, *, spec: Float8Linear, keeps: bool) -> list[jax.Array]:
-    values, scales, _ = rounded_along(spec, matrix, (0,))
-    return [*([values] if keeps else []), values.T, scales]
+class _RoundGradient(Inner):
+    def formula(
+        self, *operands: jax.Array, spec: Float8Linear, has_columns: bool, has_rows: bool, with_values: bool
+    ) -> list[jax.Array]:
+        dy, *factors = operands
+        of_columns = factors[0] if has_columns else None
+        of_rows = factors[-1].reshape(*dy.shape[:-1], 1) if has_rows else None
+        by_rows, by_columns = rounded_gradient(spec, dy, of_columns, of_rows, wants=(with_values, True))
+        cols = dy.shape[-1]
+        transposed, scales = by_columns.values.reshape(-1, cols).T, by_columns.scales.reshape(1, cols)
+        return [*(by_rows[:2] if with_values else []), transposed, scales]
+
+    def native(
+        self,
+        platform: str,
+        ctx: Any,
+        *operands: Any,
+        spec: Float8Linear,
+        has_columns: bool,
+        has_rows: bool,
+        with_values: bool,
+    ) -> Any:
+        attributes = {
+            "has_factors_of_columns": has_columns,
+            "has_factors_of_rows": has_rows,
+            "power_of_two": spec.power_of_two,
+            "with_values": with_values,
+        }
+        workspace = _workspace(platform, GRADIENT, ctx)
+        return ffi.call(platform, GRADIENT, ctx, operands, workspace=workspace, attributes=attributes)
 
 
-def _round_columns_native(ctx: Any, matrix: Any, *, spec: Float8Linear, keeps: bool) -> Any:
-    attributes = {"power_of_two": spec.power_of_two, "with_values": keeps}
-    return ffi.call("cuda", COLUMNS, ctx, [matrix], workspace=_workspace(ctx), attributes=attributes)
-
-
-def _workspace(ctx: Any) -> Any:
+def _workspace(platform: str, target: str, ctx: Any) -> Any:
     *rows, cols = ctx.avals_in[0].shape
-    return ffi.workspace("cuda", COLUMNS, ctx.avals_in[0].dtype, math.prod(rows), cols)
+    return ffi.workspace(platform, target, ctx.avals_in[0].dtype, math.prod(rows), cols)
 
 
-def _round_gradient_formula(
-    dy: jax.Array, *factors: jax.Array, spec: Float8Linear, has_columns: bool, has_rows: bool, with_values: bool
-) -> list[jax.Array]:
-    of_columns = factors[0] if has_columns else None
-    of_rows = factors[-1].reshape(*dy.shape[:-1], 1) if has_rows else None
-    by_rows, by_columns = rounded_gradient(spec, dy, of_columns, of_rows, wants=(with_values, True))
-    cols = dy.shape[-1]
-    transposed, scales = by_columns.values.reshape(-1, cols).T, by_columns.scales.reshape(1, cols)
-    return [*(by_rows[:2] if with_values else []), transposed, scales]
+class _Transpose(Inner):
+    def formula(self, *operands: jax.Array, tree: Any, spec: Spec) -> list[jax.Array]:
+        (array,) = operands
+        return [jnp.moveaxis(array, -1, 0)]
+
+    def native(self, platform: str, ctx: Any, *operands: Any, tree: Any, spec: Spec) -> Any:
+        def of_matrix(array: jax.Array) -> list[jax.Array]:
+            *rows, cols = array.shape
+            return [transposed(array.reshape(-1, cols)).reshape(cols, *rows)]
+
+        if ctx.avals_in[0].ndim > 2:
+            return mlir.lower_fun(of_matrix)(ctx, *operands)
+        return ffi.call(platform, BYTES, ctx, operands, attributes={})
+
+    def dim_maps(self, types: Any, *, spec: Spec) -> CallMaps:
+        *rows, cols = range(types[0].ndim)
+        return CallMaps(cols + 1, [(*rows, cols)], [(cols, *rows)], [()], [None])
 
 
-def _round_gradient_native(
-    ctx: Any, *operands: Any, spec: Float8Linear, has_columns: bool, has_rows: bool, with_values: bool
-) -> Any:
-    attributes = {
-        "has_factors_of_columns": has_columns,
-        "has_factors_of_rows": has_rows,
-        "power_of_two": spec.power_of_two,
-        "with_values": with_values,
-    }
-    return ffi.call("cuda", GRADIENT, ctx, operands, workspace=_workspace(ctx), attributes=attributes)
-
-
-def _transpose_formula(array: jax.Array, *, tree: Any, spec: Spec) -> list[jax.Array]:
-    return [jnp.moveaxis(array, -1, 0)]
-
-
-def _transpose_native(ctx: Any, array: Any, *, tree: Any, spec: Spec) -> Any:
-    def of_matrix(array: jax.Array) -> list[jax.Array]:
-        *rows, cols = array.shape
-        return [transposed(array.reshape(-1, cols)).reshape(cols, *rows)]
-
-    if ctx.avals_in[0].ndim > 2:
-        return mlir.lower_fun(of_matrix)(ctx, array)
-    return ffi.call("cuda", BYTES, ctx, [array], attributes={})
-
-
-def _transpose_maps(types: Any, *, spec: Spec) -> CallMaps:
-    *rows, cols = range(types[0].ndim)
-    return CallMaps(cols + 1, [(*rows, cols)], [(cols, *rows)], [()], [None])
-
-
-def _primitive(target: str, formula: Callable[..., list[jax.Array]], native: Callable[..., Any]) -> Primitive:
-    def abstract(*types: Any, **params: Any) -> list[Any]:
-        return list(jax.make_jaxpr(functools.partial(formula, **params))(*types).out_avals)
-
-    def batch(operands: Any, axes: Any, **params: Any) -> tuple[Any, Any]:
-        results = jax.vmap(functools.partial(formula, **params), in_axes=tuple(axes))(*operands)
-        return results, [0] * len(results)
-
-    primitive = Primitive(target)
-    primitive.multiple_results = True
-    primitive.def_abstract_eval(abstract)
-    batching.primitive_batchers[primitive] = batch
-    lowering.register_inner(primitive, formula, native, ("cuda",))
-    return primitive
-
-
-_round_rows = _primitive(ROWS, _round_rows_formula, _round_rows_native)
-_round_columns = _primitive(COLUMNS, _round_columns_formula, _round_columns_native)
-_round_gradient = _primitive(GRADIENT, _round_gradient_formula, _round_gradient_native)
-_transpose = _primitive(BYTES, _transpose_formula, _transpose_native)
-partition.register(_transpose, _transpose_maps)
+_round_rows, _round_columns, _round_gradient = _RoundRows(ROWS), _RoundColumns(COLUMNS), _RoundGradient(GRADIENT)
+_transpose = _Transpose(BYTES)
 registry.add_types(Spec)
 
 BY_KERNELS = Arithmetic(rounded, gradient, functools.partial(by_kernels, transposed))

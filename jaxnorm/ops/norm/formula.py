@@ -15,11 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching
+from jax.interpreters import ad
 
-from jaxnorm.native import compat
-from jaxnorm.primitive import lowering, rules
+from jaxnorm.primitive import rules
 from jaxnorm.primitive.addend import add, rounded
 from jaxnorm.primitive.op import BatchDims, RowSpec, Statistics
 from jaxnorm.primitive.weights import of_rank
@@ -293,29 +291,29 @@ def _of_whole_rows(shards: Shards, mean: jax.Array, variance: jax.Array) -> list
     """
     check_no_jet([mean, variance])
     manual = jax.sharding.get_abstract_mesh().manual_axes
-    return (_merge.bind if set(shards.names) <= set(manual) else _merge_formula)(mean, variance, shards=shards)
+    return (_MERGE.primitive.bind if set(shards.names) <= set(manual) else _MERGE.formula)(
+        mean, variance, shards=shards
+    )
 
 
-def _merge_formula(mean: jax.Array, variance: jax.Array, *, shards: Shards) -> list[jax.Array]:
-    means, variances = shards.gather(mean, variance)
-    mean = jnp.mean(means, axis=0)
-    return [mean, jnp.mean(variances + lax.square(means - mean), axis=0)]
+class _Merge(rules.Rules):
+    is_checked = False
+
+    def abstract(self, *of_shard: Any, shards: Shards) -> list[Any]:
+        return [a.update(weak_type=False) for a in of_shard]
+
+    def formula(self, *of_shard: jax.Array, shards: Shards) -> list[jax.Array]:
+        means, variances = shards.gather(*of_shard)
+        mean = jnp.mean(means, axis=0)
+        return [mean, jnp.mean(variances + lax.square(means - mean), axis=0)]
+
+    def batch(self, of_shard: Any, axes: Any, *, shards: Shards) -> tuple[Any, Any]:
+        return rules.at_front(self.primitive.bind(*rules.fold(of_shard, axes), shards=shards))
+
+    def jvp(self, of_shard: Any, dots: Any, *, shards: Shards) -> tuple[Any, Any]:
+        mean, variance = self.primitive.bind(*of_shard, shards=shards)
+        mean_dot, variance_dot = map(ad.instantiate_zeros, dots)
+        return [mean, variance], shards.mean(mean_dot, variance_dot + 2 * (of_shard[0] - mean) * mean_dot)
 
 
-def _merge_batch(of_shard: Any, axes: Any, *, shards: Shards) -> tuple[Any, Any]:
-    return rules.at_front(_merge.bind(*rules.fold(of_shard, axes), shards=shards))
-
-
-def _merge_jvp(of_shard: Any, dots: Any, *, shards: Shards) -> tuple[Any, Any]:
-    mean, variance = _merge.bind(*of_shard, shards=shards)
-    mean_dot, variance_dot = map(ad.instantiate_zeros, dots)
-    return [mean, variance], shards.mean(mean_dot, variance_dot + 2 * (of_shard[0] - mean) * mean_dot)
-
-
-_merge = Primitive("jaxnorm_merge")
-_merge.multiple_results = True
-_merge.def_abstract_eval(lambda *of_shard, shards: [a.update(weak_type=False) for a in of_shard])
-compat.run_eagerly(_merge)
-lowering.register_formula(_merge, _merge_formula)
-batching.primitive_batchers[_merge] = _merge_batch
-ad.primitive_jvps[_merge] = _merge_jvp
+_MERGE = _Merge("jaxnorm_merge")

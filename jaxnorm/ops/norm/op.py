@@ -7,18 +7,17 @@ lowering, as they are bound while the norm's own primitives are lowered.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import Primitive
 
 from jaxnorm.native import ffi
 from jaxnorm.ops import speed
 from jaxnorm.ops.norm import formula
 from jaxnorm.ops.norm.formula import KINDS, STATISTICS, Dtype, Kind, Norm, Operands, Results, Saved, Variables
-from jaxnorm.primitive import lowering, registry, weights
+from jaxnorm.primitive import registry, weights
 from jaxnorm.primitive.family import Family
 from jaxnorm.primitive.op import (
     LIKE_X,
@@ -33,14 +32,13 @@ from jaxnorm.primitive.op import (
     statistics_of,
 )
 from jaxnorm.primitive.registry import Function, Request
+from jaxnorm.primitive.rules import Inner
 from jaxnorm.sharding import dims
 
 ADDEND = "residual"  # the field of operands that is added to x
 BRANCH_SCALE = "branch_scale"  # and the one by which x is multiplied before
 # Targets that only CUDA has.
 TARGETS = tuple(f"jaxnorm_{kind}_norm_{what}" for kind in KINDS for what in ("statistics", "apply"))
-moments_p = Primitive("jaxnorm_moments")
-apply_p = Primitive("jaxnorm_apply")
 # By `python -m bench gpu --suites odd` on an H200, whose table of 2026-11-24 is in docs/benchmarks/gpu.md: the most
 # columns of rows that vectors do not divide in a cluster's shared memory with pipelines.
 LONGEST = 2**18
@@ -158,7 +156,7 @@ def _forward_of_shard(norm: Norm, operands: Operands) -> tuple[Results, Statisti
     # XLA adds an addend, and computes the moments of the sum, in one pass. Of float32 alone its loop over the result
     # is at the copy rate.
     is_native = has_kernels and addend is None
-    of_shard: Sequence[jax.Array] = moments_p.bind(x, norm=norm) if is_native else formula.moments(norm, normalised)
+    of_shard = MOMENTS.primitive.bind(x, norm=norm) if is_native else formula.moments(norm, normalised)
     stats = formula.merged(norm, of_shard)
     all_wide = normalised.dtype == norm.out_dtype == np.float32
     one_loop = all_wide or norm.x_hat_dtype is not None
@@ -166,55 +164,42 @@ def _forward_of_shard(norm: Norm, operands: Operands) -> tuple[Results, Statisti
         y = formula.affine(norm, normalised, stats, scale, bias)
     else:
         leaves, tree = jax.tree.flatten((normalised, stats, scale, bias))
-        (y,) = apply_p.bind(*leaves, tree=tree, norm=norm)
+        (y,) = APPLY.primitive.bind(*leaves, tree=tree, norm=norm)
     return Results(y, None if addend is None else normalised), stats
 
 
-def _moments_abstract(x: Any, *, norm: Norm) -> list[Any]:
-    return statistics_of(norm, x, STATISTICS[norm.kind])
+class _Moments(Inner):
+    def abstract(self, *types: Any, norm: Norm) -> list[Any]:
+        return statistics_of(norm, types[0], STATISTICS[norm.kind])
+
+    def formula(self, *operands: jax.Array, norm: Norm) -> list[jax.Array]:
+        return list(formula.moments(norm, *operands))
+
+    def native(self, platform: str, ctx: Any, *operands: Any, norm: Norm) -> Any:
+        target = f"jaxnorm_{norm.kind}_norm_statistics"
+        return ffi.call(platform, target, ctx, operands, attributes={"axes": np.int64(norm.row_ndim)})
 
 
-def _moments_jnp(x: jax.Array, *, norm: Norm) -> list[jax.Array]:
-    return list(formula.moments(norm, x))
+class _Apply(Inner):
+    def abstract(self, *types: Any, tree: Any, norm: Norm) -> list[Any]:
+        return [types[0].update(dtype=norm.out_dtype, weak_type=False)]
 
+    def formula(self, *operands: Any, tree: Any, norm: Norm) -> list[jax.Array]:
+        return [formula.affine(norm, *jax.tree.unflatten(tree, operands))]
 
-def _moments_native(ctx: Any, x: Any, *, norm: Norm) -> Any:
-    target = f"jaxnorm_{norm.kind}_norm_statistics"
-    return ffi.call("cuda", target, ctx, [x], attributes={"axes": np.int64(norm.row_ndim)})
-
-
-def _apply_abstract(x: Any, *_: Any, tree: Any, norm: Norm) -> list[Any]:
-    return [x.update(dtype=norm.out_dtype, weak_type=False)]
-
-
-def _apply_jnp(*operands: Any, tree: Any, norm: Norm) -> list[jax.Array]:
-    return [formula.affine(norm, *jax.tree.unflatten(tree, operands))]
-
-
-def _apply_native(ctx: Any, *operands: Any, tree: Any, norm: Norm) -> Any:
-    *_, scale, bias = jax.tree.unflatten(tree, operands)
-    return ffi.call(
-        "cuda",
-        f"jaxnorm_{norm.kind}_norm_apply",
-        ctx,
-        operands,
-        attributes={
+    def native(self, platform: str, ctx: Any, *operands: Any, tree: Any, norm: Norm) -> Any:
+        *_, scale, bias = jax.tree.unflatten(tree, operands)
+        attributes = {
             "axes": np.int64(norm.row_ndim),
             "scale_offset": np.float32(norm.scale_offset),
             "multiply_before_cast": norm.multiply_before_cast,
             "has_scale": scale is not None,
             "has_bias": bias is not None,
-        },
-    )
+        }
+        return ffi.call(platform, f"jaxnorm_{norm.kind}_norm_apply", ctx, operands, attributes=attributes)
 
 
-for primitive, abstract, by_jnp, native in (
-    (moments_p, _moments_abstract, _moments_jnp, _moments_native),
-    (apply_p, _apply_abstract, _apply_jnp, _apply_native),
-):
-    primitive.multiple_results = True
-    primitive.def_abstract_eval(abstract)
-    lowering.register_inner(primitive, by_jnp, native, ("cuda",))
+MOMENTS, APPLY = _Moments("jaxnorm_moments"), _Apply("jaxnorm_apply")
 ffi.allow_export(TARGETS)
 
 

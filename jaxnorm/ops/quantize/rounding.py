@@ -6,13 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching
+from jax.interpreters import ad
 
-from jaxnorm.native import compat, private
 from jaxnorm.ops.mask import nan_where
 from jaxnorm.ops.quantize.checks import SMALLEST_SCALE
-from jaxnorm.primitive import lowering
+from jaxnorm.primitive.rules import Rules
 from jaxnorm.quantization import Quantization
 from jaxnorm.sharding.shards import Shards
 
@@ -106,7 +104,8 @@ def straight_through(
     A primitive of its own, for JAX to differentiate what is around. A `custom_jvp` would not do: JAX drops its rule
     where it linearises the body of a loop.
     """
-    values = _primitive.bind(*(v,) if given is None else (v, given), derivative=derivative, dtype=np.dtype(dtype))
+    operands = (v,) if given is None else (v, given)
+    values = _STRAIGHT_THROUGH.primitive.bind(*operands, derivative=derivative, dtype=np.dtype(dtype))
     carrier = values.pop() if derivative.has_carrier else None
     return values[0], None if given is None else values[1], carrier
 
@@ -117,41 +116,33 @@ def check(derivative: Derivative) -> None:
         raise ValueError(derivative.error)
 
 
-def _abstract(*operands: Any, derivative: Derivative, dtype: np.dtype[Any]) -> list[Any]:
-    types = [operand.update(weak_type=False) for operand in operands]
-    return [*types, types[0].update(dtype=dtype)] if derivative.has_carrier else types
+class _StraightThrough(Rules):
+    is_checked = False
+
+    def abstract(self, *types: Any, derivative: Derivative, dtype: np.dtype[Any]) -> list[Any]:
+        given = [operand.update(weak_type=False) for operand in types]
+        return [*given, given[0].update(dtype=dtype)] if derivative.has_carrier else given
+
+    def formula(self, *operands: jax.Array, derivative: Derivative, dtype: np.dtype[Any]) -> list[jax.Array]:
+        # Made of v, so that under vmap and over a mesh it varies as v does.
+        carrier = [jnp.where(False, operands[0].astype(dtype), 0)] if derivative.has_carrier else []
+        return [*operands, *carrier]
+
+    def batch(self, operands: Any, axes: Any, *, derivative: Derivative, dtype: np.dtype[Any]) -> tuple[Any, Any]:
+        results = self.primitive.bind(*operands, derivative=derivative, dtype=dtype)
+        return results, [*axes, axes[0]][: len(axes) + derivative.has_carrier]
+
+    def jvp(self, primals: Any, dots: Any, *, derivative: Derivative, dtype: np.dtype[Any]) -> tuple[Any, Any]:
+        check(derivative)
+        results = self.primitive.bind(*primals, derivative=derivative, dtype=dtype)
+        *zeros, of_carrier = (ad.Zero(jax.typeof(result).to_tangent_aval()) for result in results)
+        moving = type(dots[0]) is not ad.Zero
+        return results, [*zeros, lax.convert_element_type(dots[0], dtype) if moving else of_carrier]
+
+    def jet(self, primals: Any, series: Any, *, derivative: Derivative, dtype: np.dtype[Any]) -> tuple[Any, Any]:
+        check(derivative)
+        results = self.primitive.bind(*primals, derivative=derivative, dtype=dtype)
+        return results, [*(None for _ in primals), [term.astype(dtype) for term in series[0]]]
 
 
-def _formula(*operands: jax.Array, derivative: Derivative, dtype: np.dtype[Any]) -> list[jax.Array]:
-    # Made of v, so that under vmap and over a mesh it varies as v does.
-    carrier = [jnp.where(False, operands[0].astype(dtype), 0)] if derivative.has_carrier else []
-    return [*operands, *carrier]
-
-
-def _batch(operands: Any, axes: Any, *, derivative: Derivative, dtype: np.dtype[Any]) -> tuple[Any, Any]:
-    results = _primitive.bind(*operands, derivative=derivative, dtype=dtype)
-    return results, [*axes, axes[0]][: len(axes) + derivative.has_carrier]
-
-
-def _jvp(primals: Any, dots: Any, *, derivative: Derivative, dtype: np.dtype[Any]) -> tuple[Any, Any]:
-    check(derivative)
-    results = _primitive.bind(*primals, derivative=derivative, dtype=dtype)
-    *zeros, of_carrier = (ad.Zero(jax.typeof(result).to_tangent_aval()) for result in results)
-    moving = type(dots[0]) is not ad.Zero
-    return results, [*zeros, lax.convert_element_type(dots[0], dtype) if moving else of_carrier]
-
-
-def _jet(primals: Any, series: Any, *, derivative: Derivative, dtype: np.dtype[Any]) -> tuple[Any, Any]:
-    check(derivative)
-    results = _primitive.bind(*primals, derivative=derivative, dtype=dtype)
-    return results, [*(None for _ in primals), [term.astype(dtype) for term in series[0]]]
-
-
-_primitive = Primitive("jaxnorm_straight_through")
-_primitive.multiple_results = True
-_primitive.def_abstract_eval(_abstract)
-compat.run_eagerly(_primitive)
-private.register_jet(_primitive, _jet)
-lowering.register_formula(_primitive, _formula)
-batching.primitive_batchers[_primitive] = _batch
-ad.primitive_jvps[_primitive] = _jvp
+_STRAIGHT_THROUGH = _StraightThrough("jaxnorm_straight_through")

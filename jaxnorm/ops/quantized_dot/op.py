@@ -14,18 +14,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, mlir
 
-from jaxnorm.native import compat, ffi
+from jaxnorm.native import ffi
 from jaxnorm.ops.quantized_dot import formula
 from jaxnorm.ops.quantized_dot.formula import Operands, QuantizedDot
-from jaxnorm.primitive import fallback, lowering, reasons, registry
+from jaxnorm.primitive import fallback, reasons, registry, rules
 from jaxnorm.primitive.decide import Call, Program
 from jaxnorm.primitive.registry import Described, Function, Request
-from jaxnorm.primitive.rules import examples_first
+from jaxnorm.primitive.rules import Rules
 from jaxnorm.quantization import Quantized
-from jaxnorm.sharding import partition
 from jaxnorm.sharding.dims import CallMaps
 
 TARGET = "jaxnorm_quantized_dot"
@@ -39,13 +37,8 @@ FEW, LEAST, SHORT = 2**24, 2**21, 2**10
 
 
 def bind(spec: QuantizedDot, operands: Operands) -> jax.Array:
-    leaves, tree = jax.tree.flatten(tuple(operands))
-    values: list[jax.Array] = _primitive.bind(*compat.match_varying_axes(*leaves), tree=tree, spec=spec)
-    return values[0]
-
-
-def _operands(tree: Any, leaves: Any) -> Operands:
-    return Operands(*jax.tree.unflatten(tree, leaves))
+    (y,) = rules.bind(PRODUCT.primitive, tuple(operands), spec=spec)
+    return y
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,13 +94,108 @@ class ProductCall(Call):
         return f"XLA's code is faster for results of less than {few} elements" if is_slower else None
 
 
-def _call(*types: Any, tree: Any, spec: QuantizedDot) -> ProductCall:
-    return ProductCall(spec, _matrices(spec, _operands(tree, types)))
+def _operands(tree: Any, leaves: Any) -> Operands:
+    return Operands(*jax.tree.unflatten(tree, leaves))
 
 
-def _described(*types: Any, tree: Any, spec: QuantizedDot) -> Described:
-    operands = _operands(tree, types)
-    return Described("quantized_dot", operands, "forward", ProductCall(spec, operands))
+class _Product(Rules):
+    def formula(self, *leaves: Any, tree: Any, spec: QuantizedDot) -> list[jax.Array]:
+        return [formula.forward(spec, _operands(tree, leaves))]
+
+    def call(self, *types: Any, tree: Any, spec: QuantizedDot) -> ProductCall:
+        return ProductCall(spec, _matrices(spec, _operands(tree, types)))
+
+    def described(self, *types: Any, tree: Any, spec: QuantizedDot) -> Described:
+        operands = _operands(tree, types)
+        return Described("quantized_dot", operands, "forward", ProductCall(spec, operands))
+
+    def native(self, platform: str, ctx: Any, *leaves: Any, tree: Any, spec: QuantizedDot) -> Sequence[Any]:
+        if spec.summed > 1:
+            flat: Sequence[Any] = mlir.lower_fun(functools.partial(_of_matrices, tree=tree, spec=spec))(ctx, *leaves)
+            return flat
+        operands, types = _operands(tree, leaves), _operands(tree, ctx.avals_in)
+        values, avals = (
+            [of.x, of.x_scales, of.weights, of.weight_scales, *([] if of.bias is None else [of.bias])]
+            for of in (operands, types)
+        )
+        return ffi.call(
+            platform,
+            TARGET,
+            ctx.replace(avals_in=avals),
+            values,
+            workspace=ffi.workspace(platform, TARGET, spec.out_dtype, types.x.shape[0], types.weights.shape[1]),
+            attributes={"has_bias": operands.bias is not None, "fast_accumulation": spec.accumulates_fast()},
+        )
+
+    def of_shard(self, *leaves: Any, tree: Any, spec: QuantizedDot) -> list[jax.Array]:
+        """Of a device's part of what is summed: the results are added up, as XLA adds up those of its own products."""
+        operands = _operands(tree, leaves)
+        assert spec.shards is not None
+        part = bind(dataclasses.replace(spec, shards=None), operands._replace(bias=None))
+        y = spec.shards.sum(part)
+        return [y if operands.bias is None else formula.with_bias(y, operands.bias).astype(spec.out_dtype)]
+
+    def dim_maps(self, types: Any, *, spec: QuantizedDot) -> CallMaps:
+        """The axes of a product are those of x's rows, the one that is summed, and the outputs."""
+        operands = Operands(*types)
+        *axes, columns = range(operands.x.ndim + 1)
+        rows, summed = axes[: -spec.summed], axes[-spec.summed :]
+        maps = Operands(
+            x=(*rows, *summed),
+            weights=(columns, *summed),
+            weight_scales=(columns, None),
+            x_scales=(*rows, None),
+            bias=(columns,),
+            x_carrier=(*rows, *summed),
+            weight_carrier=(columns, *summed),
+        )
+        given = [dim_map for array, dim_map in zip(operands, maps, strict=True) if array is not None]
+        return CallMaps(columns + 1, given, [(*rows, columns)], [()], [None])
+
+    def jvp(self, primals: Any, dots: Any, *, tree: Any, spec: QuantizedDot) -> tuple[Any, Any]:
+        operands = _operands(tree, primals)
+        moving = _operands(tree, [None if type(dot) is ad.Zero else dot for dot in dots])
+        y = bind(spec, operands)
+        x_moves = moving.x is not None and operands.x_scales is None
+        if x_moves or any(dot is not None for dot in (moving.bias, moving.x_carrier, moving.weight_carrier)):
+            return [y], [formula.tangent(spec, operands, moving)]
+        return [y], [ad.Zero(jax.typeof(y).to_tangent_aval())]
+
+    def batch(self, leaves: Any, axes: Any, *, tree: Any, spec: QuantizedDot) -> tuple[Any, Any]:
+        operands, batch = _operands(tree, leaves), _operands(tree, axes)
+        front = _operands(tree, rules.examples_first(leaves, axes))
+        of_rows = "x", "x_scales", "x_carrier"
+        if not spec.batch and rules.all_none(axis for name, axis in batch._asdict().items() if name not in of_rows):
+            # Examples of rows are rows.
+            size = rules.batch_size(leaves, axes)
+            rows = {
+                name: jnp.broadcast_to(array, (size, *array.shape[1:]))
+                for name, array in front._asdict().items()
+                if name in of_rows and array is not None
+            }
+            return [bind(spec, operands._replace(**rows))], [0]
+        return [bind(dataclasses.replace(spec, batch=spec.batch + 1), front)], [0]
+
+
+def _of_matrices(*leaves: Any, tree: Any, spec: QuantizedDot) -> list[jax.Array]:
+    operands = _operands(tree, leaves)
+    types = _matrices(spec, operands)
+    x, weights = operands.x.reshape(types.x.shape), operands.weights.reshape(types.weights.shape)
+    return [bind(dataclasses.replace(spec, summed=1), operands._replace(x=x, weights=weights))]
+
+
+def _matrices(spec: QuantizedDot, operands: Operands) -> Operands:
+    """The types of operands with what is summed as one axis."""
+
+    def matrix(array: Any) -> Any:
+        lengths = array.shape[: -spec.summed], array.shape[-spec.summed :]
+        return jax.core.ShapedArray((*lengths[0], math.prod(lengths[1])), array.dtype)
+
+    return operands._replace(x=matrix(operands.x), weights=matrix(operands.weights))
+
+
+PRODUCT = _Product("jaxnorm_quantized_dot")
+registry.add_types(QuantizedDot)
 
 
 def _of_request(request: Request) -> ProductCall:
@@ -131,116 +219,6 @@ def _arguments(request: Request) -> dict[str, Any]:
     }
 
 
-def _abstract(*leaves: Any, tree: Any, spec: QuantizedDot) -> list[Any]:
-    def traced(*values: Any) -> jax.Array:
-        return formula.forward(spec, _operands(tree, values))
-
-    return list(jax.make_jaxpr(traced)(*leaves).out_avals)
-
-
-def _formula(*leaves: Any, tree: Any, spec: QuantizedDot) -> list[jax.Array]:
-    return [formula.forward(spec, _operands(tree, leaves))]
-
-
-def _native(platform: str, ctx: Any, *leaves: Any, tree: Any, spec: QuantizedDot) -> Sequence[Any]:
-    if spec.summed > 1:
-        flat: Sequence[Any] = mlir.lower_fun(functools.partial(_of_matrices, tree=tree, spec=spec))(ctx, *leaves)
-        return flat
-    operands, types = _operands(tree, leaves), _operands(tree, ctx.avals_in)
-    values, avals = (
-        [of.x, of.x_scales, of.weights, of.weight_scales, *([] if of.bias is None else [of.bias])]
-        for of in (operands, types)
-    )
-    return ffi.call(
-        platform,
-        TARGET,
-        ctx.replace(avals_in=avals),
-        values,
-        workspace=ffi.workspace(platform, TARGET, spec.out_dtype, types.x.shape[0], types.weights.shape[1]),
-        attributes={"has_bias": operands.bias is not None, "fast_accumulation": spec.accumulates_fast()},
-    )
-
-
-def _of_matrices(*leaves: Any, tree: Any, spec: QuantizedDot) -> list[jax.Array]:
-    operands = _operands(tree, leaves)
-    types = _matrices(spec, operands)
-    x, weights = operands.x.reshape(types.x.shape), operands.weights.reshape(types.weights.shape)
-    return [bind(dataclasses.replace(spec, summed=1), operands._replace(x=x, weights=weights))]
-
-
-def _matrices(spec: QuantizedDot, operands: Operands) -> Operands:
-    """The types of operands with what is summed as one axis."""
-
-    def matrix(array: Any) -> Any:
-        lengths = array.shape[: -spec.summed], array.shape[-spec.summed :]
-        return jax.core.ShapedArray((*lengths[0], math.prod(lengths[1])), array.dtype)
-
-    return operands._replace(x=matrix(operands.x), weights=matrix(operands.weights))
-
-
-def _of_shard(*leaves: Any, tree: Any, spec: QuantizedDot) -> list[jax.Array]:
-    """Of a device's part of what is summed: the results are added up, as XLA adds up those of its own products."""
-    operands = _operands(tree, leaves)
-    assert spec.shards is not None
-    part = bind(dataclasses.replace(spec, shards=None), operands._replace(bias=None))
-    y = spec.shards.sum(part)
-    return [y if operands.bias is None else formula.with_bias(y, operands.bias).astype(spec.out_dtype)]
-
-
-def _dim_maps(types: Any, *, spec: QuantizedDot) -> CallMaps:
-    """The axes of a product are those of x's rows, the one that is summed, and the outputs."""
-    operands = Operands(*types)
-    *axes, columns = range(operands.x.ndim + 1)
-    rows, summed = axes[: -spec.summed], axes[-spec.summed :]
-    maps = Operands(
-        x=(*rows, *summed),
-        weights=(columns, *summed),
-        weight_scales=(columns, None),
-        x_scales=(*rows, None),
-        bias=(columns,),
-        x_carrier=(*rows, *summed),
-        weight_carrier=(columns, *summed),
-    )
-    given = [dim_map for array, dim_map in zip(operands, maps, strict=True) if array is not None]
-    return CallMaps(columns + 1, given, [(*rows, columns)], [()], [None])
-
-
-def _jvp(primals: Any, dots: Any, *, tree: Any, spec: QuantizedDot) -> tuple[Any, Any]:
-    operands = _operands(tree, primals)
-    moving = _operands(tree, [None if type(dot) is ad.Zero else dot for dot in dots])
-    y = bind(spec, operands)
-    x_moves = moving.x is not None and operands.x_scales is None
-    if x_moves or any(dot is not None for dot in (moving.bias, moving.x_carrier, moving.weight_carrier)):
-        return [y], [formula.tangent(spec, operands, moving)]
-    return [y], [ad.Zero(jax.typeof(y).to_tangent_aval())]
-
-
-def _batch(leaves: Any, axes: Any, *, tree: Any, spec: QuantizedDot) -> tuple[Any, Any]:
-    operands, batch = _operands(tree, leaves), _operands(tree, axes)
-    of_rows = ("x", "x_scales", "x_carrier")
-    examples = _operands(tree, examples_first(leaves, axes))
-    front = {name: array for name, array in examples._asdict().items() if array is not None}
-    size = next(array.shape[axis] for array, axis in zip(leaves, axes, strict=True) if axis is not None)
-    if not spec.batch and all(axis is None for name, axis in batch._asdict().items() if name not in of_rows):
-        # Examples of rows are rows.
-        arrays = {name: front[name] for name in of_rows if name in front}
-        rows = {name: jnp.broadcast_to(array, (size, *array.shape[1:])) for name, array in arrays.items()}
-        return [bind(spec, operands._replace(**rows))], [0]
-    spec = dataclasses.replace(spec, batch=spec.batch + 1)
-    return [bind(spec, Operands(**front))], [0]
-
-
-_primitive = Primitive("jaxnorm_quantized_dot")
-_primitive.multiple_results = True
-_primitive.def_abstract_eval(_abstract)
-partition.register(_primitive, _dim_maps, is_product=True)
-registry.add_types(QuantizedDot)
-lowering.register(_primitive, _formula, _native, _call, _of_shard)
-compat.run_eagerly(_primitive)
-compat.check_nans(_primitive)
-batching.primitive_batchers[_primitive] = _batch
-ad.primitive_jvps[_primitive] = _jvp
-registry.entry(_primitive).describe = _described
 registry.add_functions(
     Function(
         "quantized_dot",
