@@ -5,6 +5,7 @@ XLA's softmax is `jax.nn.softmax`, its cross-entropy Optax's formula, which XLA 
 mask hides is not read, and labels, positions and ids are not counted.
 """
 
+import dataclasses
 import math
 from functools import partial
 
@@ -16,13 +17,13 @@ import jaxnorm
 from bench import shapes
 from bench.models import log_uniform, losses
 from bench.programs import Op, draw, nbytes
-from jaxnorm.ops.float8_linear.formula import BY_XLA, Float8Linear
-from jaxnorm.ops.float8_linear.kernels import BY_KERNELS, transposed
+from jaxnorm.ops.float8_linear import kernels
+from jaxnorm.ops.float8_linear.formula import Float8Linear
 
 CAUSAL, CACHED = "softmax, causal", "softmax, causal, cache"
 # Of scores behind a cache: how many keys a query has at most.
 WINDOWS = {CACHED: None, "softmax, window 1024": 1024, "softmax, window 4096": 4096}
-ROUNDINGS = ("rows", "kernel", "gradient", "bytes")
+ROUNDINGS = ("rows", "kernel", "gradient")
 IDS = {
     "log-uniform ids": log_uniform,
     "uniform ids": lambda key, dims, classes: jax.random.randint(key, dims, 0, classes),
@@ -181,35 +182,26 @@ def quantized_activation():
 
 
 def rounding(way):
-    """Around the products of `float8_linear`: x by "rows"; a "kernel" by columns, as it lies and transposed, both
-    written; the "gradient" dy by rows and by columns, with the scales of the other factors, which reads it twice; and
-    the transpose of as many "bytes" as values of float8."""
+    """Around the products of `float8_linear`: x by "rows", a "kernel" by columns, which are rows then, and the
+    "gradient" dy by both, with the scales of the other factors, which reads it twice."""
     spec = Float8Linear(out_dtype=np.dtype(np.float32))
 
     def operands(shape, dtype, seed):
-        if way == "bytes":
-            return *draw(seed, jnp.float8_e4m3fn, (shape.rows, shape.cols * jnp.dtype(dtype).itemsize)), (), None
         (x,) = draw(seed, dtype, (shape.rows, shape.cols))
         columns, rows = draw(seed, jnp.float32, (shape.cols,), (shape.rows, 1))
         return x, (jnp.exp(columns), jnp.exp(rows)) if way == "gradient" else (), None
 
     def function(how):
-        by, transpose = (BY_XLA, jnp.transpose) if how == "xla" else (BY_KERNELS, transposed)
-
-        def kernel(x):
-            values, scales, columns = by.rounded(spec, x, (0,))
-            return values, scales, values.T if columns is None else columns
-
-        def gradient(dy, *factors):
-            rows, columns = by.gradient(spec, dy, *factors, wants=(True, True))
-            return rows[:2], columns.scales, columns.values.T if columns.transposed is None else columns.transposed
-
-        ways = {"rows": lambda x: by.rounded(spec, x, (-1,))[:2], "kernel": kernel, "gradient": gradient}
-        return ways.get(way, transpose)
+        asked = tuple((direction, "") for direction in ("forward", "backward") if how == "xla")
+        of = dataclasses.replace(spec, formula_for=asked)
+        return {
+            "rows": partial(kernels.by_rows, of, direction="forward"),
+            "kernel": partial(kernels.by_columns, of, direction="forward"),
+            "gradient": partial(kernels.gradient, of, wants=(True, True)),
+        }[way]
 
     def moved(shape, itemsize):
-        written = {"rows": 1, "kernel": 2, "gradient": itemsize + 2, "bytes": itemsize}[way]
-        return nbytes(shape, 1, itemsize + written)
+        return nbytes(shape, 1, itemsize + (2 if way == "gradient" else 1))
 
     return Op(function, operands, moved, is_last=True, is_rounded=True, **NOT_PURE)
 

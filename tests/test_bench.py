@@ -203,9 +203,8 @@ def test_what_orders_rows_is_told_apart(monkeypatch):
         ("gated_activation", (9, 300), {"forward": 6, "backward": 10, "step": 16}),
         ("gated_activation_quantized", (9, 300), {"forward": 5}),
         ("float8_linear, rows", (9, 300), {"forward": 3}),
-        ("float8_linear, kernel", (9, 300), {"forward": 4}),
+        ("float8_linear, kernel", (9, 300), {"forward": 3}),
         ("float8_linear, gradient", (9, 300), {"forward": 6}),
-        ("float8_linear, bytes", (9, 300), {"forward": 4}),
         ("embedding, one id", (4096, 300), {"backward": 2 + 2 * 2}),  # two rows for each of the table's
         ("segment_sum, sorted", (64, 300), {"forward": 2 + 2 / 16}),
     ],

@@ -12,7 +12,7 @@ from jax.interpreters import ad
 
 from jaxnorm.native import private
 from jaxnorm.ops import checks
-from jaxnorm.primitive.rules import Rules
+from jaxnorm.primitive.rules import Rules, no_tangent
 
 # A function of jax.nn, or another name, in place of ours.
 Synonym = Literal["swish"] | Callable[..., Any]
@@ -108,7 +108,7 @@ class _Activation(Rules):
     def jvp(self, primals: Any, dots: Any, *, formula: Formula) -> tuple[Any, Any]:
         ((v,), (dot,)) = primals, dots
         y = formula.of(v)
-        return [y], [ad.Zero(jax.typeof(y).to_tangent_aval()) if type(dot) is ad.Zero else formula.sloped(dot, v)]
+        return [y], [no_tangent(y) if type(dot) is ad.Zero else formula.sloped(dot, v)]
 
     def jet(self, primals: Any, series: Any, *, formula: Formula) -> tuple[Any, Any]:
         y, terms = private.jet_of_formula(formula.plain, primals, series)

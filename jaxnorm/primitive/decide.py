@@ -105,8 +105,9 @@ def decide(platform: Platform, call: Call, program: Program = ALONE) -> Decision
     """The code for a call on a platform, in this program; by the first reason against a kernel, if there is one."""
     in_parts = program.is_split and not call.splits_itself
     reasons: tuple[tuple[Stage, Callable[[], str | None]], ...] = (
+        ("platform", lambda: _why_not_on(platform, call)),
         ("call", call.nowhere),
-        ("platform", lambda: _why_not_on(platform, call) or call.unfit(program)),
+        ("platform", lambda: platform.lacks or call.unfit(program)),
         ("program", lambda: _why_not_in(program, call)),
         # Of what must be native a device's part may have a kernel where the whole has none.
         ("operands", lambda: None if call.native_for and in_parts else call.unserved(platform.name)),
@@ -119,9 +120,10 @@ def decide(platform: Platform, call: Call, program: Program = ALONE) -> Decision
 
 
 def _why_not_on(platform: Platform, call: Call) -> str | None:
+    """Why no call like it has a kernel on a platform."""
     if call.platforms is not None and platform.name not in call.platforms:
         return f"there is a kernel for {' and '.join(call.platforms)}, none for {platform.name}"
-    return platform.lacks
+    return None
 
 
 def _why_not_in(program: Program, call: Call) -> str | None:

@@ -24,6 +24,7 @@ from jaxnorm.primitive.rules import (
     has,
     leaves_of,
     named,
+    no_tangent,
     present,
     tangents_jnp,
 )
@@ -225,11 +226,7 @@ class Forward(Batched):
             results_dot, of_stats = self._true_tangents(spec, operands, results, stats, dots)
         else:
             results_dot, of_stats = self.op.convention.tangents(spec, operands, results, stats, dots)
-        zeros = {
-            name: ad.Zero(jax.typeof(array).to_tangent_aval())
-            for name, array in leaves_of(results)
-            if getattr(results_dot, name) is None
-        }
+        zeros = {name: no_tangent(array) for name, array in leaves_of(results) if getattr(results_dot, name) is None}
         return results_dot._replace(**zeros), of_stats
 
     def _true_tangents(

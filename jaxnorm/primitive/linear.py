@@ -16,7 +16,7 @@ from jaxnorm.primitive.backward import Backward
 from jaxnorm.primitive.batching import Batched
 from jaxnorm.primitive.op import AnyOp, Derivative, Record, RowSpec
 from jaxnorm.primitive.reasons import RowCall
-from jaxnorm.primitive.rules import all_none, at_front, bind, leaves_of
+from jaxnorm.primitive.rules import all_none, at_front, bind, leaves_of, no_tangent
 
 
 class Linear(Batched):
@@ -45,7 +45,7 @@ class Linear(Batched):
         absent = [name for name in self.derivative.unsaved(spec) if getattr(dots, name) is None]
         if all_none(dots):
             return dots
-        zeros = (ad.Zero(jax.typeof(like[name]).to_tangent_aval()) for name in absent)
+        zeros = (no_tangent(like[name]) for name in absent)
         return dots._replace(**dict(zip(absent, map(ad.instantiate_zeros, zeros), strict=True)))
 
     def _types(self, spec: RowSpec, saved: Record, dots: Record, *, with_sum: bool) -> Any:

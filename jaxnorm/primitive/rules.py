@@ -83,6 +83,11 @@ def batch_size(leaves: Sequence[Any], axes: Sequence[int | None]) -> Any:
     return next(leaf.shape[axis] for leaf, axis in zip(leaves, axes, strict=True) if axis is not None)
 
 
+def no_tangent(result: Any) -> ad.Zero:
+    """The tangent of what does not move."""
+    return ad.Zero(jax.typeof(result).to_tangent_aval())
+
+
 def tangents_jnp(formula: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
     """The tangents of formula's results; zero tangents stay symbolic, as None or a Zero."""
     moving = [i for i, tangent in enumerate(tangents) if tangent is not None and type(tangent) is not ad.Zero]

@@ -8,9 +8,8 @@ from jaxnorm.native import compat, ffi, fit, private
 from jaxnorm.ops.cross_entropy.formula import CrossEntropy, Operands as CrossEntropyOperands
 from jaxnorm.ops.cross_entropy.op import CROSS_ENTROPY
 from jaxnorm.ops.embedding import op as embedding_op
-from jaxnorm.ops.float8_linear import op as float8_op
-from jaxnorm.ops.float8_linear.formula import BY_XLA, Float8Linear, rounded_kernel, rounded_x
-from jaxnorm.ops.float8_linear.kernels import BY_KERNELS, PRODUCTS_BY_KERNELS, transposed
+from jaxnorm.ops.float8_linear import kernels as float8_kernels
+from jaxnorm.ops.float8_linear.formula import Float8Linear, Rounded, by_columns, by_rows
 from jaxnorm.ops.mask import columns
 from jaxnorm.ops.norm.gated import LONGEST as LONGEST_GATED
 from jaxnorm.ops.quantize.checks import SMALLEST_SCALE

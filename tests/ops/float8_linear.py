@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from cases import draw
 from coverage import cover
-from internals import BY_KERNELS, BY_XLA, PRODUCTS_BY_KERNELS, Float8Linear, float8_op, rounded_kernel, rounded_x
+from internals import Float8Linear, Rounded, by_columns, by_rows
 from quantizing import array_by_numpy, assert_same, to
 
 from jaxnorm import Float8Recipe, Quantized, float8_linear, quantize, quantized_dot
@@ -87,12 +87,17 @@ def assert_same_but_for_xlas_division(actual, expected):
     np.testing.assert_allclose(wide(actual), wide(expected), rtol=0, atol=away * np.abs(wide(expected)).max())
 
 
+def swapped(spec, kernel):
+    values, scales = by_columns(spec, kernel)
+    return Rounded(values.T, scales)
+
+
 @cover(power_of_two=[False, True], dtype=["float32", "bfloat16", "float16"], scaling=["row", "tensor"])
 def test_operands_are_rounded_as_numpy_does(power_of_two, dtype, scaling):
     x, kernel, *_ = operands(dtype, std=0.02)
     spec = Float8Linear(out_dtype=np.dtype("float32"), scaling=scaling, power_of_two=power_of_two)
     to_float8 = dataclasses.replace(E4M3, power_of_two=power_of_two)
-    for function, array, axis in ((rounded_x, x, -1), (rounded_kernel, kernel, 0)):
+    for function, array, axis in ((by_rows, x, -1), (swapped, kernel, 0)):
         axes = (axis,) if scaling == "row" else tuple(range(-array.ndim, 0))
         values, scales = array_by_numpy(array, to_float8, axes)
         is_zero = np.abs(np.asarray(array, np.float32)).max(axes, keepdims=True) == 0
@@ -234,33 +239,27 @@ def test_gradients_of_mapped_operands_are_those_of_a_loop(recipe, save, mapped, 
     assert_norms_close(jax.vmap(gradients, mapped)(*arrays), expected, 2.0**-5)
 
 
-# What CUDA binds, whose rounding and products are formulas here.
-@pytest.mark.parametrize("by", [BY_KERNELS, PRODUCTS_BY_KERNELS], ids=["kernels", "kernels of parts"])
+# Examples of rows are rows, each with its example's scale.
 @pytest.mark.parametrize("scales", [(), (3,), (3, 8, 1)], ids=str)
-def test_gradients_of_examples_of_quantized(monkeypatch, scales, by):
+def test_gradients_of_examples_of_quantized(scales):
     values, kernel = draw("x", (3, 8, 16)).astype(E4M3.dtype), draw("kernel", (16, 32))
     scales, dy = jnp.exp2(draw("scales", scales)), draw("dy", (3, 8, 32))
+    of_x = partial(float8_linear, out_dtype="float32")
 
-    def gradients(by_formula):
-        monkeypatch.setattr(float8_op.formula, "BY_XLA", by_formula)
+    def examples(kernel):
+        return jax.vmap(lambda *x: of_x(Quantized(*x), kernel), (0, 0 if scales.ndim else None))(values, scales)
 
-        def of_kernel(kernel):
-            each = jax.vmap(
-                lambda *of_x: float8_linear(Quantized(*of_x), kernel, out_dtype="float32"),
-                (0, 0 if scales.ndim else None),
-            )
-            return each(values, scales)
+    def rows(kernel):
+        of_rows = scales.reshape(-1, *(1,) * (3 - max(1, scales.ndim)), *scales.shape[1:])
+        return of_x(Quantized(values, jnp.broadcast_to(of_rows, (3, 8, 1))), kernel)
 
-        return jax.jit(lambda kernel, dy: jax.vjp(of_kernel, kernel)[1](dy)[0])(kernel, dy)
-
-    expected = wide(gradients(BY_XLA))
-    np.testing.assert_allclose(gradients(by), expected, rtol=2.0**-7, atol=2.0**-7 * np.abs(expected).max())
+    actual, expected = (jax.jit(lambda k, dy, f=f: jax.vjp(f, k)[1](dy)[0])(kernel, dy) for f in (examples, rows))
+    np.testing.assert_allclose(actual, expected, rtol=2.0**-7, atol=2.0**-7 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("save", ["quantized", "inputs"])
 @pytest.mark.parametrize("lengths", [(0, 16, 32), (4, 0, 32), (4, 16, 0), (None, 0, 32)], ids=str)
-def test_gradients_of_empty_operands(monkeypatch, lengths, save):
-    monkeypatch.setattr(float8_op.formula, "BY_XLA", BY_KERNELS)
+def test_gradients_of_empty_operands(lengths, save):
     rows, depth, columns = lengths
     x, kernel = jnp.ones((depth,) if rows is None else (rows, depth)), jnp.ones((depth, columns))
     step = jax.grad(lambda *args: float8_linear(*args, recipe=Float8Recipe(save=save)).sum(), (0, 1))

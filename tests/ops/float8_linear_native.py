@@ -2,6 +2,7 @@
 
 import re
 from functools import partial
+from itertools import starmap
 
 import emulated
 import jax
@@ -12,12 +13,12 @@ from cases import draw
 from coverage import cover
 from deviceless import compiled, mesh, topology, types
 from hlo import collectives, count_native_calls
-from internals import BY_KERNELS, Float8Linear, compat, ffi, transposed
+from internals import Float8Linear, compat, ffi, float8_kernels, quantized_dot
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec as P
 from quantizing import assert_same, by_numpy
 
-from jaxnorm import Float8Recipe, Quantization, float8_linear
+from jaxnorm import Float8Recipe, Quantization, Quantized, float8_linear
 
 # Of rows that a block keeps, or reads twice, with room for the magnitudes of all columns, or not; and odd ones.
 SHAPES = [(1, 16), (48, 64), (3, 5, 7), (257, 33), (2, 4096, 512), (40000, 64), (24, 20480), (24, 40960), (5, 81920)]
@@ -56,7 +57,6 @@ each_matrix = cover(
     dtype=["bfloat16", "float32", "float16"],
     power_of_two=[False, True],
     not_finite=[(), (np.nan, np.inf)],
-    keeps=[True, False],
 )
 
 
@@ -67,15 +67,11 @@ def factors_of(shape, folds):
 @pytest.mark.needs("cuda")
 @each_matrix
 @emulated.wherever
-def test_columns(shape, dtype, power_of_two, not_finite, keeps):
+def test_columns(shape, dtype, power_of_two, not_finite):
     x = array_of(shape, dtype, not_finite[: min(shape[-2:])])
-    actual = jax.jit(lambda x: BY_KERNELS.rounded(spec_of(power_of_two), x, (0,), keeps=keeps))(x)
+    actual = jax.jit(lambda x: float8_kernels.by_columns(spec_of(power_of_two), x, "forward"))(x)
     values, scales = expected(x, (0,), None, power_of_two)
-    assert_same([actual.transposed, actual.scales.reshape(-1, 1)], [values, scales])
-    if keeps:
-        assert_same([actual.values], [values.T])
-    else:
-        assert actual.values is None
+    assert_same([actual.values, actual.scales.reshape(-1, 1)], [values, scales])
 
 
 @pytest.mark.needs("cuda")
@@ -88,17 +84,18 @@ def test_a_gradient(shape, dtype, folds, power_of_two, not_finite, wants):
         factors if wanted else None for factors, wanted in zip(factors_of(shape, folds), wants, strict=True)
     )
     spec = spec_of(power_of_two)
-    found = jax.jit(partial(BY_KERNELS.gradient, spec, wants=wants))(dy, of_columns, of_rows)
+    found = jax.jit(partial(float8_kernels.gradient, spec, wants=wants))(dy, of_columns, of_rows)
     assert tuple(of is not None for of in found) == wants
     by_rows, by_columns = found
     if by_rows is not None:
         values, scales = expected(dy, (-1,), of_columns, power_of_two)
-        assert_same(by_rows[:2], [values.reshape(shape), scales.reshape(*shape[:-1], 1)])
+        assert_same(by_rows, [values.reshape(shape), scales.reshape(*shape[:-1], 1)])
         if not folds:
-            assert_same(jax.jit(lambda x: BY_KERNELS.rounded(spec, x, (-1,)))(dy)[:2], by_rows[:2])
+            assert_same(jax.jit(lambda x: float8_kernels.by_rows(spec, x, "forward"))(dy), by_rows)
     if by_columns is not None:
         values, scales = expected(dy, (0,), of_rows, power_of_two)
-        assert_same([by_columns.transposed, by_columns.scales.reshape(-1, 1)], [values, scales])
+        of_matrix = by_columns.values.reshape(shape[-1], -1), by_columns.scales.reshape(-1, 1)
+        assert_same(of_matrix, [values, scales])
 
 
 @pytest.mark.needs("cuda")
@@ -106,7 +103,8 @@ def test_a_gradient(shape, dtype, folds, power_of_two, not_finite, wants):
 @emulated.wherever
 def test_bytes(shape):
     codes = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8).view(jnp.float8_e4m3fn)
-    actual = jax.jit(transposed)(codes)
+    swapped = jax.ShapeDtypeStruct(shape[::-1], codes.dtype)
+    actual = jax.jit(jax.ffi.ffi_call(quantized_dot.TRANSPOSE, swapped))(codes)
     np.testing.assert_array_equal(np.asarray(actual).view(np.uint8), codes.T.view(np.uint8))
 
 
@@ -137,13 +135,13 @@ def lowered(function, rows=(2, TOKENS // 2), outputs=OUTPUTS):
 
 DTYPES = (jnp.bfloat16, jnp.float32, jnp.bfloat16)
 # What kernels do in a step, and how many products are XLA's.
-STEP = {"quantized_dot": 3, "round_rows": 1, "round_columns": 1, "round_gradient": 1, "transpose_bytes": 1}
+STEP = {"quantized_dot": 3, "round_rows": 1, "round_columns": 1, "round_gradient": 1, "transpose_bytes": 2}
 CALLS = {
     "default": (Float8Recipe(), STEP, 0),
     "inputs": (Float8Recipe(save="inputs"), STEP | {"round_rows": 2, "round_columns": 2}, 0),
     "wide weight gradient": (
         Float8Recipe(weight_gradient="compute"),
-        {"quantized_dot": 2, "round_rows": 2, "round_columns": 1},
+        {"quantized_dot": 2, "round_rows": 2, "round_columns": 1, "transpose_bytes": 1},
         1,
     ),
     "tensor": (Float8Recipe("tensor"), {}, 3),
@@ -196,7 +194,7 @@ def test_fsdp_gathers_a_byte_for_each_weight(spec, by, request):
     of_tokens, of_kernel = (NamedSharding(mesh(4), split) for split in (P("x", None), spec))
     text = compiled_over(of_tokens, of_kernel, of_tokens)
     assert calls_of(text) == (SPLIT_STEP if by == "kernels" else {})
-    # Kernels take it transposed for y, and as it is for dx.
+    # It is transposed for y, and again for dx.
     assert {dims[:8] for dims in matrices(text, "all-gather")} == {"f8e4m3fn"}
     times = 2 if by == "kernels" else 1
     assert 0 <= collectives(text)["all-gather"] - times * DEPTH * OUTPUTS <= 8 * (DEPTH + OUTPUTS)  # scales
@@ -208,7 +206,7 @@ def test_fsdp_gathers_a_byte_for_each_weight(spec, by, request):
 
 
 # What XLA splits it rounds by itself: a row or column has one scale over all devices.
-SPLIT_STEP = {"quantized_dot": 3, "transpose_bytes": 3}
+SPLIT_STEP = {"quantized_dot": 3, "transpose_bytes": 4}
 
 
 def compiled_over(*shardings, rows=(TOKENS,)):
@@ -267,6 +265,20 @@ def test_any_number_of_tokens():
     assert calls_of(text) == STEP
     assert "stablehlo.pad" in text
     assert "stablehlo.dot_general" not in text
+
+
+# Examples of rows are rows, each with its example's scale.
+@pytest.mark.needs("plans")
+@pytest.mark.usefixtures("on_hopper")
+def test_scales_of_examples_are_those_of_their_rows():
+    def gradient(values, scales, kernel):
+        of_x = lambda *x: float8_linear(Quantized(*x), kernel).astype(jnp.float32)  # noqa: E731
+        return jax.grad(lambda kernel: jax.vmap(of_x)(values, scales).sum())(kernel)
+
+    shapes = {(2, TOKENS, DEPTH): "float8_e4m3fn", (2, 1, 1): "float32", (DEPTH, OUTPUTS): "float32"}
+    text = jax.jit(gradient).trace(*starmap(jax.ShapeDtypeStruct, shapes.items())).lower(lowering_platforms=("cuda",))
+    (call,) = [line for line in text.as_text().splitlines() if "jaxnorm_round_gradient" in line]
+    assert f"tensor<{2 * TOKENS}xf32>" in call
 
 
 # cuBLASLt wants multiples of 16 of what is summed, and of columns.

@@ -310,7 +310,7 @@ def test_the_backward_computes_what_is_asked_for(argnums):
     for i, actual in zip(argnums, asked(*operands()), strict=True):
         np.testing.assert_array_equal(actual, every(*operands())[i])
     program = str(jax.make_jaxpr(asked)(*operands()))
-    assert program.count("jaxnorm_float8_linear_bwd[") == (argnums != (2,))
+    assert program.count("jaxnorm_float8_linear_bwd[") == len({0, 1} & {*argnums})
 
 
 def test_what_is_rounded_is_kept_in_place_of_the_inputs():

@@ -17,11 +17,10 @@ from internals import (
     Call,
     Float8Linear,
     Platform,
+    by_columns,
+    by_rows,
     ffi,
-    float8_op,
     quantized_dot,
-    rounded_kernel,
-    rounded_x,
 )
 from jax.experimental.compilation_cache import compilation_cache
 from jax.interpreters import mlir
@@ -98,8 +97,8 @@ def test_one_axis_for_rows_and_outputs(of_kernel):
 def test_what_is_rounded_has_the_same_bits_on_any_mesh(split, scaling):
     mesh, args = mesh_of(jax.devices(), AxisType.Auto), operands()[:2]
     spec = Float8Linear(out_dtype=np.dtype("float32"), scaling=scaling)
-    for function, array, sharded in zip((rounded_x, rounded_kernel), args, placed(mesh, args, split[:2]), strict=True):
-        over_devices, alone = (jax.jit(partial(function, spec))(a)[:2] for a in (sharded, array))
+    for function, array, sharded in zip((by_rows, by_columns), args, placed(mesh, args, split[:2]), strict=True):
+        over_devices, alone = (jax.jit(partial(function, spec))(a) for a in (sharded, array))
         assert_same(over_devices, alone)
 
 
@@ -169,6 +168,8 @@ def parts(monkeypatch):
     called, others, workspace_of = [], ffi.call, ffi.workspace
 
     def call(platform, target, ctx, values, **options):
+        if target == quantized_dot.TRANSPOSE:
+            return mlir.lower_fun(lambda matrix: [matrix.T])(ctx, *values)
         if target != quantized_dot.TARGET:
             return others(platform, target, ctx, values, **options)
         called.append(tuple(aval.shape for aval in ctx.avals_in[:3:2]))
@@ -195,12 +196,6 @@ def parts(monkeypatch):
     compile_anew(keeps=keeps)
 
 
-@pytest.fixture
-def by_kernels(parts, monkeypatch):
-    monkeypatch.setattr(float8_op.Layer, "platforms", None)
-    return parts
-
-
 def layer(x, kernel, bias, dy):
     return value_and_gradients(lambda x, kernel, bias: float8_linear(x, kernel, bias=bias), x, kernel, bias, dy)
 
@@ -222,12 +217,12 @@ SEQUENCES = {
     },
     dtype=["bfloat16", "float32"],
 )
-def test_a_layer(case, dtype, by_kernels):
+def test_a_layer(case, dtype, parts):
     (split, axes), args = case, operands(dtype, "float32")
     mesh = mesh_of(jax.devices(), getattr(AxisType, axes))
     with jax.set_mesh(mesh):
         results = jax.jit(layer)(*placed(mesh, args, split))
-        assert len(by_kernels) == 3
+        assert len(parts) == 3
         whole = jax.jit(layer)(*placed(mesh, args, [P()] * 4))
     assert_near(results, whole)
 
@@ -242,7 +237,8 @@ EXCHANGED = {
 
 
 @pytest.mark.parametrize("split", EXCHANGED)
-def test_what_is_added_up(split, by_kernels):
+@pytest.mark.usefixtures("parts")
+def test_what_is_added_up(split):
     mesh = mesh_of(jax.devices(), AxisType.Auto)
     text = compiled_text(layer, *placed(mesh, operands("bfloat16", "float32"), SPLIT[split]))
     # Of two devices the first axis has but one.

@@ -102,7 +102,7 @@ class _ByIds(Rules):
         results = self.primitive.bind(*primals, tree=tree, spec=spec)
         variables = [dots[0], *dots[2:]]
         if all(type(dot) is ad.Zero for dot in variables):
-            return results, [ad.Zero(jax.typeof(result).to_tangent_aval()) for result in results]
+            return results, list(map(rules.no_tangent, results))
         return results, self.along(variables, primals[1], spec)
 
     def jet(self, primals: Any, series: Any, *, tree: Any, spec: Any) -> tuple[Any, Any]:

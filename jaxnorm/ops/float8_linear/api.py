@@ -14,8 +14,7 @@ from jax.sharding import PartitionSpec
 from jaxnorm.native import compat
 from jaxnorm.ops.checks import check_array, check_flag, check_implementation, check_one_of
 from jaxnorm.ops.float8_linear import checks, op
-from jaxnorm.ops.float8_linear.formula import Operands
-from jaxnorm.ops.float8_linear.products import Float8Linear
+from jaxnorm.ops.float8_linear.formula import Float8Linear, Operands
 from jaxnorm.ops.misuse import explained
 from jaxnorm.ops.options import DIRECTIONS, Implementation
 from jaxnorm.primitive import decide
@@ -200,7 +199,8 @@ def linear(
         # One that must be native backward alone is held to the same.
         asked = dataclasses.replace(spec, native_ways=DIRECTIONS, formula_for=())
         decide.check_native(op.call_of(asked, jax.tree.map(jax.typeof, operands)))
-    return op.linear(spec, operands)
+    y: jax.Array = op.linear(spec, operands)
+    return y
 
 
 def _summed_wide(operands: Operands) -> Operands:

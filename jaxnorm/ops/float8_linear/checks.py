@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxnorm.ops import checks
-from jaxnorm.ops.float8_linear.products import FLOAT8
+from jaxnorm.ops.float8_linear.formula import FLOAT8
 from jaxnorm.ops.quantize.checks import check_float32
 from jaxnorm.ops.quantized_dot.checks import check_scales
 from jaxnorm.quantization import Quantized

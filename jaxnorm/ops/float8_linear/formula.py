@@ -1,4 +1,4 @@
-"""A linear layer in float8: the formulas of its product, of its derivative, and of its gradients.
+"""A linear layer in float8: how its operands are rounded, and its derivatives by wide products.
 
     y[m,n]  = s_x[m] s_w[n] Σ_k q_x[m,k] q_w[k,n] + bias[n]
     dx[m,k] = s_u[m] Σ_n q_u[m,n] q_w[k,n]              u[m,n] = dy[m,n] s_w[n], quantised by rows
@@ -7,8 +7,10 @@
 
 Here the scale of a row or column of zeros is 0 and not 1, as `quantize` has it: it adds nothing, and as 1 it would set
 the largest value of all others in u or v.
+The formulas of the products are `jaxnorm.ops.quantized_dot`'s.
 """
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -18,13 +20,44 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jaxnorm.ops.float8_linear.products import FLOAT8, Arithmetic, Float8Linear, Product, by_xla, of_rank, wide_dot
 from jaxnorm.ops.quantize import rounding
 from jaxnorm.ops.quantize.rounding import Derivative
-from jaxnorm.ops.quantized_dot.formula import of_batch, sharding_of
+from jaxnorm.ops.quantized_dot.formula import QuantizedDot, of_batch, sharding_of, wide_product
+from jaxnorm.primitive.op import Spec
 from jaxnorm.quantization import Quantization
 
-Wants = tuple[bool, bool]  # what is rounded by rows, and what by columns
+FLOAT8 = jnp.dtype("float8_e4m3fn")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Float8Linear(Spec):
+    """What is static about one linear layer: the fields of a `Float8Recipe`, and of the call."""
+
+    out_dtype: np.dtype[Any]
+    scaling: str = "row"
+    weight_gradient: str = "float8"
+    fast_accumulation: tuple[str, ...] = ()
+    power_of_two: bool = False
+    save: str = "quantized"
+    out_spec: PartitionSpec | None = None  # of y over an Explicit mesh, where x and the kernel do not say it
+    wants_all_digits: bool = False  # of a sum, by `jax.default_matmul_precision`
+    batch: int = 0  # how many leading axes every operand has that vmap made, 1 long where it has no batch
+
+    def of_product(self, name: str, out_dtype: Any, **how: Any) -> QuantizedDot:
+        """What is static about one of its products: "y", "dx" or "dw"."""
+        direction = "forward" if name == "y" else "backward"
+        asked = self.formula_in(direction)
+        return QuantizedDot(
+            out_dtype=np.dtype(out_dtype),
+            implementation=None if asked is None else "xla",
+            how=asked or "",
+            wants_all_digits=self.wants_all_digits,
+            native_for=self.native_in(direction),
+            fast_accumulation=name in self.fast_accumulation,
+            scaling=self.scaling,
+            batch=self.batch,
+            **how,
+        )
 
 
 class Operands(NamedTuple):
@@ -42,19 +75,19 @@ class Rounded(NamedTuple):
 
     values: Any = None
     scales: Any = None
-    transposed: Any = None  # the values of columns as rows, where kernels made them
 
 
 class Saved(NamedTuple):
-    """What a derivative reads: both factors of a product.
+    """What a derivative reads: both factors of a product, the rounded kernel as (N, K).
 
     Where they are rounded already, x, or its carrier, and the kernel are there for higher derivatives alone.
     """
 
     x: Any = None
-    kernel: Any = None
     rounded_x: Rounded = Rounded()
+    kernel: Any = None
     rounded_kernel: Rounded = Rounded()
+    bias: Any = None
 
 
 class Variables(NamedTuple):
@@ -72,49 +105,13 @@ class Wanted(NamedTuple):
     spec: PartitionSpec | None = None
 
 
-def forward(
-    spec: Float8Linear, operands: Operands, by: Arithmetic | None = None, *, keeps: bool = True
-) -> tuple[jax.Array, Rounded, Rounded]:
-    """y, and both factors as they were rounded, if a derivative `keeps` them."""
-    if spec.batch:
-        return of_batch(spec, functools.partial(forward, by=by, keeps=keeps), operands)
-    by = by or BY_XLA
-    if operands.x_scales is None:
-        x = by.rounded(spec, operands.x, (-1,))
-    else:
-        x = Rounded(operands.x, live(operands.x, operands.x_scales))
-    kernel = by.rounded(spec, operands.kernel, (0,), keeps=keeps)
-    last, out_sharding = last_and_first(spec, operands.x)
-    product = Product(
-        "y",
-        x.values,
-        kernel.values,
-        last,
-        x.scales,
-        kernel.scales[0],
-        spec.out_dtype,
-        operands.bias,
-        out_sharding,
-        kernel.transposed,
-    )
-    return by.multiply(spec, product), x, kernel._replace(transposed=None)
-
-
 def live(values: jax.Array, scales: jax.Array) -> jax.Array:
     """The scales of given values, 0 for those of zeros."""
     axes = tuple(axis for axis, length in enumerate(scales.shape) if length == 1)
     return jnp.where(jnp.any(values != 0, axes, keepdims=True), scales, 0)
 
 
-def rounded_x(spec: Float8Linear, x: jax.Array) -> Rounded:
-    return rounded_along(spec, x, (-1,))
-
-
-def rounded_kernel(spec: Float8Linear, kernel: jax.Array) -> Rounded:
-    return rounded_along(spec, kernel, (0,))
-
-
-def rounded_along(spec: Float8Linear, array: jax.Array, axes: tuple[int, ...], *, keeps: bool = True) -> Rounded:
+def rounded_along(spec: Float8Linear, array: jax.Array, axes: tuple[int, ...]) -> Rounded:
     """The array in float8, with a scale for what lies along these axes, or one for all."""
     v = lax.stop_gradient(array).astype(np.float32)
     axes = axes if spec.scaling == "row" else tuple(range(v.ndim))
@@ -123,19 +120,31 @@ def rounded_along(spec: Float8Linear, array: jax.Array, axes: tuple[int, ...], *
     return Rounded(rounding.values_of(quantization, v, scales, v.shape), jnp.where(amax == 0, 0, scales))
 
 
-def rounded_gradient(
-    spec: Float8Linear, dy: jax.Array, of_columns: jax.Array | None, of_rows: jax.Array | None, *, wants: Wants
-) -> tuple[Any, Any]:
-    """dy times a factor for each column, rounded by rows; and times a factor for each row, rounded by columns; if it
-    wants them."""
-    wide = dy.astype(np.float32)
-    u = wide if of_columns is None else wide * of_rank(dy.ndim, of_columns)
+def by_rows(spec: Float8Linear, array: jax.Array, of_columns: jax.Array | None = None) -> Rounded:
+    """The array, times a factor for each column, with a scale for each row."""
+    wide = array.astype(np.float32)
+    return rounded_along(spec, wide if of_columns is None else wide * of_rank(array.ndim, of_columns), (-1,))
+
+
+def by_columns(spec: Float8Linear, array: jax.Array, of_rows: jax.Array | None = None) -> Rounded:
+    """The array, times a factor for each row, with a scale for each column, which is the first axis of the values."""
+    wide = array.astype(np.float32)
     v = wide if of_rows is None else wide * of_rows
-    rows = tuple(range(dy.ndim - 1))
-    return (rounded_along(spec, u, (-1,)) if wants[0] else None, rounded_along(spec, v, rows) if wants[1] else None)
+    values, scales = rounded_along(spec, v, tuple(range(array.ndim - 1)))
+    return Rounded(jnp.moveaxis(values, -1, 0), scales)
 
 
-BY_XLA = Arithmetic(rounded_along, rounded_gradient, by_xla)
+def of_rank(ndim: int, array: jax.Array) -> jax.Array:
+    """The array with axes of length 1 in front, up to this rank."""
+    return lax.expand_dims(array, range(ndim - array.ndim))
+
+
+def saved_x(spec: Float8Linear, saved: Saved) -> Rounded:
+    return by_rows(spec, saved.x) if saved.rounded_x.values is None else saved.rounded_x
+
+
+def saved_kernel(spec: Float8Linear, saved: Saved) -> Rounded:
+    return by_columns(spec, saved.kernel) if saved.rounded_kernel.values is None else saved.rounded_kernel
 
 
 def linear(spec: Float8Linear, saved: Saved, dots: Variables) -> jax.Array:
@@ -144,82 +153,26 @@ def linear(spec: Float8Linear, saved: Saved, dots: Variables) -> jax.Array:
         return of_batch(spec, linear, saved, dots)
     terms = []
     if dots.x is not None:
-        values, scales, _ = saved_kernel(spec, saved)
-        dot = wide_dot(spec, dots.x, values.astype(dots.x.dtype), *last_and_first(spec, dots.x))
+        values, scales = saved_kernel(spec, saved)
+        dot = _wide(spec, dots.x, values.astype(dots.x.dtype), _last(dots.x, 1), spec.out_spec)
         terms.append(dot * of_rank(dot.ndim, scales[0]))
     if dots.kernel is not None:
-        values, scales, _ = saved_x(spec, saved)
-        dot = wide_dot(spec, values.astype(dots.kernel.dtype), dots.kernel, *last_and_first(spec, values))
+        values, scales = saved_x(spec, saved)
+        dot = _wide(spec, values.astype(dots.kernel.dtype), dots.kernel, _last(values, 0), spec.out_spec)
         terms.append(dot * scales)
+    return _total(spec, terms, dots.bias)
+
+
+def _total(spec: Float8Linear, terms: list[jax.Array], bias: jax.Array | None) -> jax.Array:
     total = functools.reduce(jnp.add, terms)
-    if dots.bias is not None:
-        total = total + of_rank(total.ndim, dots.bias.astype(total.dtype))
+    if bias is not None:
+        total = total + of_rank(total.ndim, bias.astype(total.dtype))
     return total.astype(spec.out_dtype)
 
 
-def last_and_first(spec: Float8Linear, x: jax.Array) -> tuple[Any, Any]:
-    """The axes of x and of a kernel that are summed, and the sharding of the result."""
-    return ((x.ndim - 1,), (0,)), sharding_of(x, spec.out_spec)
-
-
-def saved_x(spec: Float8Linear, saved: Saved, by: Arithmetic = BY_XLA) -> Rounded:
-    return by.rounded(spec, saved.x, (-1,)) if saved.rounded_x.values is None else saved.rounded_x
-
-
-def saved_kernel(spec: Float8Linear, saved: Saved, by: Arithmetic = BY_XLA) -> Rounded:
-    return by.rounded(spec, saved.kernel, (0,)) if saved.rounded_kernel.values is None else saved.rounded_kernel
-
-
-def backward(spec: Float8Linear, dy: jax.Array, saved: Saved, wanted: Variables, by: Arithmetic = BY_XLA) -> Variables:
-    """The wanted gradients, dy rounded once for each product."""
-    if spec.batch:
-        return of_batch(spec, lambda inner, dy, saved: backward(inner, dy, saved, wanted, by), dy, saved)
-    x: Any = None if wanted.kernel is None else saved_x(spec, saved, by)
-    kernel: Any = None if wanted.x is None else saved_kernel(spec, saved, by)
-    u, v = _rounded(spec, dy, x if spec.weight_gradient == "float8" else None, kernel, by)
-    gradients = {}
-    if wanted.x is not None:
-        last, out_sharding = ((dy.ndim - 1,), (1,)), sharding_of(dy, wanted.x.spec)
-        dx = Product("dx", u.values, kernel.values, last, u.scales, _single(kernel), wanted.x.dtype, None, out_sharding)
-        gradients["x"] = by.multiply(spec, dx)
-    if wanted.kernel is not None:
-        rows, out_sharding = tuple(range(dy.ndim - 1)), sharding_of(dy, wanted.kernel.spec)
-        if v is None:
-            gradients["kernel"] = _wide_of_kernel(spec, dy, x, saved, wanted.kernel, out_sharding)
-        else:
-            scales, both = v.scales.reshape(v.scales.shape[-1]), (rows, rows)
-            dw = Product("dw", x.values, v.values, both, _single(x), scales, wanted.kernel.dtype, None, out_sharding)
-            gradients["kernel"] = by.multiply(spec, dw._replace(b_depth_last=v.transposed))
-    if wanted.bias is not None:
-        gradients["bias"] = dy.astype(np.float32).sum(tuple(range(dy.ndim - 1))).astype(wanted.bias.dtype)
-    return Variables(**gradients)
-
-
-def _rounded(spec: Float8Linear, dy: jax.Array, x: Rounded | None, kernel: Rounded | None, by: Arithmetic) -> Any:
-    """dy times the scales of the kernel's columns, rounded by rows, and times those of x's rows, rounded by columns.
-
-    Without the other factor there is none of it. A single scale of the other factor goes to the result.
-    """
-    if spec.scaling == "tensor":  # both products take the same
-        rounded = rounded_along(spec, dy, ())
-        return kernel and rounded, x and rounded
-    of_columns = None if kernel is None or kernel.scales.size == 1 else kernel.scales[0]
-    of_rows = None if x is None or x.scales.size == 1 else x.scales
-    return by.gradient(spec, dy, of_columns, of_rows, wants=(kernel is not None, x is not None))
-
-
-def _single(other: Rounded) -> jax.Array | None:
-    """The scale of a factor that has one for all, and so did not go into dy."""
-    return other.scales.reshape(()) if other.scales.size == 1 else None
-
-
-def _wide_of_kernel(
-    spec: Float8Linear, dy: jax.Array, x: Rounded, saved: Saved, wanted: Wanted, out_sharding: Any
-) -> jax.Array:
-    rows = tuple(range(dy.ndim - 1))
-    dtype = dy.dtype if saved.x is None else jnp.promote_types(saved.x.dtype, dy.dtype)
-    wide = (x.values.astype(np.float32) * x.scales).astype(dtype)
-    return wide_dot(spec, wide, dy.astype(dtype), (rows, rows), out_sharding).astype(wanted.dtype)
+def _last(array: jax.Array, other: int) -> Any:
+    """The last axis of an array, and one of another, as those that are summed."""
+    return (array.ndim - 1,), (other,)
 
 
 def wide_linear(spec: Float8Linear, saved: Saved, dots: Variables) -> jax.Array:
@@ -228,15 +181,11 @@ def wide_linear(spec: Float8Linear, saved: Saved, dots: Variables) -> jax.Array:
         return of_batch(spec, wide_linear, saved, dots)
     terms = []
     if dots.x is not None:
-        kernel = _moving(saved.kernel, saved_kernel(spec, saved))
-        terms.append(_wide(spec, dots.x, kernel, *last_and_first(spec, dots.x)))
+        terms.append(_wide32(spec, dots.x, _moving_kernel(spec, saved), _last(dots.x, 0), spec.out_spec))
     if dots.kernel is not None:
         x = _moving(saved.x, saved_x(spec, saved))
-        terms.append(_wide(spec, x, dots.kernel, *last_and_first(spec, x)))
-    total = functools.reduce(jnp.add, terms)
-    if dots.bias is not None:
-        total = total + of_rank(total.ndim, dots.bias.astype(total.dtype))
-    return total.astype(spec.out_dtype)
+        terms.append(_wide32(spec, x, dots.kernel, _last(x, 0), spec.out_spec))
+    return _total(spec, terms, dots.bias)
 
 
 def wide_backward(spec: Float8Linear, dy: jax.Array, saved: Saved, wanted: Variables) -> Variables:
@@ -246,18 +195,34 @@ def wide_backward(spec: Float8Linear, dy: jax.Array, saved: Saved, wanted: Varia
     rows = tuple(range(dy.ndim - 1))
     gradients = {}
     if wanted.x is not None:
-        kernel = _moving(saved.kernel, saved_kernel(spec, saved))
-        gradients["x"] = _wide(spec, dy, kernel, ((dy.ndim - 1,), (1,)), sharding_of(dy, wanted.x.spec))
+        gradients["x"] = _wide32(spec, dy, _moving_kernel(spec, saved), _last(dy, 1), wanted.x.spec)
     if wanted.kernel is not None:
         x = _moving(saved.x, saved_x(spec, saved))
-        gradients["kernel"] = _wide(spec, x, dy, (rows, rows), sharding_of(dy, wanted.kernel.spec))
+        gradients["kernel"] = _wide32(spec, x, dy, (rows, rows), wanted.kernel.spec)
     if wanted.bias is not None:
         gradients["bias"] = dy.astype(np.float32).sum(rows)
     return Variables(**{name: array.astype(getattr(wanted, name).dtype) for name, array in gradients.items()})
 
 
-def _wide(spec: Float8Linear, a: jax.Array, b: jax.Array, contracted: Any, out_sharding: Any = None) -> jax.Array:
-    return wide_dot(spec, a.astype(np.float32), b.astype(np.float32), contracted, out_sharding)
+def wide_of_kernel(spec: Float8Linear, dy: jax.Array, x: Rounded, saved: Saved, wanted: Wanted) -> jax.Array:
+    """The kernel's gradient where the recipe does not round dy for it."""
+    rows = tuple(range(dy.ndim - 1))
+    dtype = dy.dtype if saved.x is None else jnp.promote_types(saved.x.dtype, dy.dtype)
+    wide = (x.values.astype(np.float32) * x.scales).astype(dtype)
+    return _wide(spec, wide, dy.astype(dtype), (rows, rows), wanted.spec).astype(wanted.dtype)
+
+
+def _wide(spec: Float8Linear, a: jax.Array, b: jax.Array, contracted: Any, out_spec: Any) -> jax.Array:
+    return wide_product(a, b, contracted, spec, sharding_of(a, out_spec))
+
+
+def _wide32(spec: Float8Linear, a: jax.Array, b: jax.Array, contracted: Any, out_spec: Any) -> jax.Array:
+    return _wide(spec, a.astype(np.float32), b.astype(np.float32), contracted, out_spec)
+
+
+def _moving_kernel(spec: Float8Linear, saved: Saved) -> jax.Array:
+    values, scales = saved_kernel(spec, saved)
+    return _moving(saved.kernel, Rounded(values.T, scales))
 
 
 def _moving(primal: jax.Array | None, rounded: Rounded) -> jax.Array:

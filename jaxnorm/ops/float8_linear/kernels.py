@@ -1,158 +1,196 @@
-"""What kernels do around the products of a linear layer in float8: they round by rows, by columns, or by both.
+"""The primitives that round the operands of a linear layer to float8: by rows, by columns, or by both.
 
-These primitives have no rules but their lowering, and under `jax.vmap` the formula's, as they are bound while the
-layer's own primitives are lowered.
+On CUDA each is a kernel. Where XLA splits a program it is the formula, as a scale is of a whole row or column, and a
+kernel would make that of its own part; but what is rounded by columns is transposed by a kernel.
 """
 
-import functools
+import dataclasses
 import math
+from abc import abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.interpreters import mlir
 
-from jaxnorm.native import ffi
-from jaxnorm.ops.float8_linear.formula import Rounded, Wants, rounded_along, rounded_gradient
-from jaxnorm.ops.float8_linear.products import Arithmetic, Float8Linear, by_kernels, by_kernels_of_parts
-from jaxnorm.primitive import reasons, registry
-from jaxnorm.primitive.op import Spec
-from jaxnorm.primitive.rules import Inner
-from jaxnorm.sharding.dims import CallMaps
+from jaxnorm.native import compat, ffi
+from jaxnorm.ops.float8_linear import formula
+from jaxnorm.ops.float8_linear.formula import Float8Linear, Rounded
+from jaxnorm.ops.quantized_dot import op as quantized_dot
+from jaxnorm.primitive import fallback, lowering, reasons
+from jaxnorm.primitive.convention import Still
+from jaxnorm.primitive.decide import Call, Program
+from jaxnorm.primitive.rules import at_front
 
 # Targets that only CUDA has.
 ROWS, COLUMNS, GRADIENT = (f"jaxnorm_round_{name}" for name in ("rows", "columns", "gradient"))
-BYTES = "jaxnorm_transpose_bytes"
 
 
-def rounded(spec: Float8Linear, array: jax.Array, axes: tuple[int, ...], *, keeps: bool = True) -> Rounded:
-    """As `rounded_along`; of columns with what products sum up as the last axis, and without the values where none
-    `keeps` them."""
-    if not _is_served(spec, array):
-        return rounded_along(spec, array, axes)
-    if axes == (-1,):
-        return Rounded(*_round_rows.primitive.bind(array, spec=spec))
-    *values, transposed, scales = _round_columns.primitive.bind(array, spec=spec, keeps=keeps)
-    return Rounded(values[0] if keeps else None, scales, transposed)
+@dataclasses.dataclass(frozen=True)
+class RoundCall(Call):
+    """An array that is rounded, by its type, in a direction of a layer."""
+
+    spec: Float8Linear
+    array: Any
+    direction: str
+    platforms = ("cuda",)
+    splits_itself = True
+
+    def unfit(self, program: Program) -> str | None:
+        if program.is_exported:
+            return "an exported program may run on GPUs whose products of float8 are XLA's"
+        return quantized_dot.unfit(program) if program.is_split else None
+
+    def unserved(self, platform: str) -> str | None:
+        *rows, columns = self.array.shape
+        is_known = all(isinstance(length, int) and length > 0 for length in self.array.shape)
+        if self.spec.scaling == "row" and is_known and columns and math.prod(rows) <= reasons.MOST_ROWS:
+            return None
+        return f"no kernel rounds {self.array.shape} by {self.spec.scaling}"
+
+    def left_out(self, platform: str) -> str | None:
+        how = self.spec.formula_in(self.direction)
+        return None if how is None else f"{fallback.ASKED_FOR}{how}"
 
 
-def gradient(
-    spec: Float8Linear, dy: jax.Array, of_columns: jax.Array | None, of_rows: jax.Array | None, *, wants: Wants
-) -> tuple[Any, Any]:
-    """As `rounded_gradient`; what is rounded by columns has rows as its last axis only."""
-    if not _is_served(spec, dy):
-        return rounded_gradient(spec, dy, of_columns, of_rows, wants=wants)
-    columns = [] if of_columns is None else [of_columns.reshape(-1)]
-    if not wants[1]:
-        return Rounded(*_round_rows.primitive.bind(dy, *columns, spec=spec)), None
-    rows = [] if of_rows is None else [of_rows.reshape(-1)]
-    columns = columns if wants[0] else []
-    *by_rows, transposed, scales = _round_gradient.primitive.bind(
-        dy, *columns, *rows, spec=spec, has_columns=bool(columns), has_rows=bool(rows), with_values=wants[0]
-    )
-    by_columns = Rounded(None, scales.reshape((1,) * (dy.ndim - 1) + (-1,)), transposed)
-    return Rounded(*by_rows) if wants[0] else None, by_columns
+class _Round(Still):
+    """Of each, `by_columns` says which result has the columns as its first axis, from the end."""
+
+    target: str
+    by_columns: int | None = None
+
+    @abstractmethod
+    def kernel(self, ctx: Any, *operands: Any, **params: Any) -> Any:
+        """The results of the kernel on one device."""
+
+    def native(self, platform: str, ctx: Any, *operands: Any, **params: Any) -> Any:
+        if not compat.is_split_by_xla(ctx):
+            return self.kernel(ctx, *operands, **params)
+        place, types = self.by_columns, list(ctx.avals_out)
+
+        def lying(*operands: jax.Array) -> list[jax.Array]:
+            results = self.formula(*operands, **params)
+            if place is not None:
+                results[place] = jnp.moveaxis(results[place], 0, -1)
+            return results
+
+        ctx, results = lowering.replaced(lying, ctx, operands)
+        values = list(results)
+        if place is not None:
+            lies = ctx.avals_in[place]
+            values[place] = quantized_dot.TRANSPOSED.lower_split(ctx, values[place], lies, types[place])
+        return values
+
+    def call(self, *types: Any, spec: Float8Linear, direction: str, **_: Any) -> RoundCall:
+        return RoundCall(spec, types[0], direction)
+
+    def lowered(self, ctx: Any, operands: Sequence[Any], attributes: dict[str, Any], types: Sequence[Any]) -> Any:
+        """The results of the kernel, which gives them of these types."""
+        *rows, cols = ctx.avals_in[0].shape
+        workspace = ffi.workspace("cuda", self.target, ctx.avals_in[0].dtype, math.prod(rows), cols)
+        values = ffi.call(
+            "cuda", self.target, ctx.replace(avals_out=types), operands, workspace=workspace, attributes=attributes
+        )
+        if [of.shape for of in types] == [of.shape for of in ctx.avals_out]:
+            return values
+
+        def shaped(*values: jax.Array) -> list[jax.Array]:
+            return [value.reshape(of.shape) for value, of in zip(values, ctx.avals_out, strict=True)]
+
+        return mlir.lower_fun(shaped)(ctx.replace(avals_in=types), *values)
 
 
-def transposed(array: jax.Array) -> jax.Array:
-    """An array of float8 with its last axis as the first one. XLA's own code for that moves less than a third of what a
-    copy does within a step."""
-    if 0 in array.shape:
-        return jnp.moveaxis(array, -1, 0)
-    result: jax.Array
-    (result,) = _transpose.primitive.bind(array, tree=jax.tree.structure((array,)), spec=Spec())
-    return result
+class _Rows(_Round):
+    target = ROWS
 
+    def formula(self, *operands: jax.Array, spec: Float8Linear, direction: str) -> list[jax.Array]:
+        return list(formula.by_rows(spec, *operands))
 
-def _is_served(spec: Float8Linear, array: jax.Array) -> bool:
-    lengths = array.shape
-    is_known = all(isinstance(length, int) and length > 0 for length in lengths)
-    return spec.scaling == "row" and is_known and math.prod(lengths[:-1]) <= reasons.MOST_ROWS
-
-
-class _RoundRows(Inner):
-    def formula(self, *operands: jax.Array, spec: Float8Linear) -> list[jax.Array]:
-        array, *of_columns = operands
-        by_rows, _ = rounded_gradient(spec, array, next(iter(of_columns), None), None, wants=(True, False))
-        return [by_rows.values, by_rows.scales]
-
-    def native(self, platform: str, ctx: Any, *operands: Any, spec: Float8Linear) -> Any:
+    def kernel(self, ctx: Any, *operands: Any, spec: Float8Linear, direction: str) -> Any:
         attributes = {"has_factors": len(operands) > 1, "power_of_two": spec.power_of_two}
-        return ffi.call(platform, ROWS, ctx, operands, attributes=attributes)
+        return ffi.call("cuda", ROWS, ctx, operands, attributes=attributes)
+
+    def batch(self, operands: Any, axes: Any, *, spec: Float8Linear, direction: str) -> tuple[Any, Any]:
+        array, *factors = operands
+        if spec.scaling == "tensor" or any(axis is not None for axis in axes[1:]):
+            of_examples: tuple[Any, Any] = super().batch(operands, axes, spec=spec, direction=direction)
+            return of_examples
+        front = jnp.moveaxis(array, axes[0], 0)
+        return at_front(self.primitive.bind(front, *factors, spec=spec, direction=direction))
 
 
-class _RoundColumns(Inner):
-    def formula(self, *operands: jax.Array, spec: Float8Linear, keeps: bool) -> list[jax.Array]:
-        (matrix,) = operands
-        values, scales, _ = rounded_along(spec, matrix, (0,))
-        return [*([values] if keeps else []), values.T, scales]
+class _Columns(_Round):
+    target, by_columns = COLUMNS, -2
 
-    def native(self, platform: str, ctx: Any, *operands: Any, spec: Float8Linear, keeps: bool) -> Any:
-        attributes = {"power_of_two": spec.power_of_two, "with_values": keeps}
-        workspace = _workspace(platform, COLUMNS, ctx)
-        return ffi.call(platform, COLUMNS, ctx, operands, workspace=workspace, attributes=attributes)
+    def formula(self, *operands: jax.Array, spec: Float8Linear, direction: str) -> list[jax.Array]:
+        return list(formula.by_columns(spec, *operands))
+
+    def kernel(self, ctx: Any, *operands: Any, spec: Float8Linear, direction: str) -> Any:
+        attributes = {"power_of_two": spec.power_of_two, "with_values": False}
+        return self.lowered(ctx, operands, attributes, ctx.avals_out)
 
 
-class _RoundGradient(Inner):
+class _Gradient(_Round):
+    """dy times a factor for each column, by rows; and times one for each row, by columns."""
+
+    target, by_columns = GRADIENT, -2
+
     def formula(
-        self, *operands: jax.Array, spec: Float8Linear, has_columns: bool, has_rows: bool, with_values: bool
+        self, *operands: jax.Array, spec: Float8Linear, direction: str, has_columns: bool, has_rows: bool, rows: bool
     ) -> list[jax.Array]:
         dy, *factors = operands
-        of_columns = factors[0] if has_columns else None
-        of_rows = factors[-1].reshape(*dy.shape[:-1], 1) if has_rows else None
-        by_rows, by_columns = rounded_gradient(spec, dy, of_columns, of_rows, wants=(with_values, True))
-        cols = dy.shape[-1]
-        transposed, scales = by_columns.values.reshape(-1, cols).T, by_columns.scales.reshape(1, cols)
-        return [*(by_rows[:2] if with_values else []), transposed, scales]
+        of_columns, of_rows = factors[0] if has_columns else None, factors[-1] if has_rows else None
+        by_rows = formula.by_rows(spec, dy, of_columns) if rows else ()
+        return [*by_rows, *formula.by_columns(spec, dy, of_rows)]
 
-    def native(
+    def kernel(
         self,
-        platform: str,
         ctx: Any,
         *operands: Any,
         spec: Float8Linear,
+        direction: str,
         has_columns: bool,
         has_rows: bool,
-        with_values: bool,
+        rows: bool,
     ) -> Any:
         attributes = {
             "has_factors_of_columns": has_columns,
             "has_factors_of_rows": has_rows,
             "power_of_two": spec.power_of_two,
-            "with_values": with_values,
+            "with_values": rows,
         }
-        workspace = _workspace(platform, GRADIENT, ctx)
-        return ffi.call(platform, GRADIENT, ctx, operands, workspace=workspace, attributes=attributes)
+        *_, transposed, scales = ctx.avals_out
+        columns = transposed.shape[0]
+        types = [transposed.update(shape=(columns, transposed.size // columns)), scales.update(shape=(1, columns))]
+        if has_rows:
+            given = ctx.avals_out
+            ctx, operands = lowering.replaced(lambda *of: [*of[:-1], of[-1].ravel()], ctx, operands)
+            ctx = ctx.replace(avals_out=given)
+        return self.lowered(ctx, operands, attributes, [*ctx.avals_out[:-2], *types])
 
 
-def _workspace(platform: str, target: str, ctx: Any) -> Any:
-    *rows, cols = ctx.avals_in[0].shape
-    return ffi.workspace(platform, target, ctx.avals_in[0].dtype, math.prod(rows), cols)
+_ROWS, _COLUMNS, _GRADIENT = _Rows(ROWS), _Columns(COLUMNS), _Gradient(GRADIENT)
 
 
-class _Transpose(Inner):
-    def formula(self, *operands: jax.Array, tree: Any, spec: Spec) -> list[jax.Array]:
-        (array,) = operands
-        return [jnp.moveaxis(array, -1, 0)]
-
-    def native(self, platform: str, ctx: Any, *operands: Any, tree: Any, spec: Spec) -> Any:
-        def of_matrix(array: jax.Array) -> list[jax.Array]:
-            *rows, cols = array.shape
-            return [transposed(array.reshape(-1, cols)).reshape(cols, *rows)]
-
-        if ctx.avals_in[0].ndim > 2:
-            return mlir.lower_fun(of_matrix)(ctx, *operands)
-        return ffi.call(platform, BYTES, ctx, operands, attributes={})
-
-    def dim_maps(self, types: Any, *, spec: Spec) -> CallMaps:
-        *rows, cols = range(types[0].ndim)
-        return CallMaps(cols + 1, [(*rows, cols)], [(cols, *rows)], [()], [None])
+def by_rows(spec: Float8Linear, array: jax.Array, direction: str) -> Rounded:
+    return Rounded(*_ROWS.primitive.bind(array, spec=spec, direction=direction))
 
 
-_round_rows, _round_columns, _round_gradient = _RoundRows(ROWS), _RoundColumns(COLUMNS), _RoundGradient(GRADIENT)
-_transpose = _Transpose(BYTES)
-registry.add_types(Spec)
+def by_columns(spec: Float8Linear, array: jax.Array, direction: str) -> Rounded:
+    """A matrix, whose columns are the first axis of the values."""
+    return Rounded(*_COLUMNS.primitive.bind(array, spec=spec, direction=direction))
 
-BY_KERNELS = Arithmetic(rounded, gradient, functools.partial(by_kernels, transposed))
-# Of what XLA splits: scales are those of whole rows and columns, and a kernel that rounds makes those of its own part.
-PRODUCTS_BY_KERNELS = Arithmetic(rounded_along, rounded_gradient, functools.partial(by_kernels_of_parts, transposed))
+
+def gradient(
+    spec: Float8Linear, dy: jax.Array, of_columns: jax.Array | None, of_rows: jax.Array | None, wants: tuple[bool, bool]
+) -> tuple[Rounded | None, Rounded | None]:
+    """dy times a factor for each column, by rows, and times one for each row, by columns, as far as it wants them."""
+    columns, rows = ([] if of is None else [of] for of in (of_columns, of_rows))
+    by_rows, by_columns = wants
+    if not by_columns:
+        return Rounded(*_ROWS.primitive.bind(dy, *columns, spec=spec, direction="backward")), None
+    columns = columns if by_rows else []
+    how = {"has_columns": bool(columns), "has_rows": bool(rows), "rows": by_rows}
+    values = _GRADIENT.primitive.bind(dy, *columns, *rows, spec=spec, direction="backward", **how)
+    return Rounded(*values[:2]) if by_rows else None, Rounded(*values[-2:])

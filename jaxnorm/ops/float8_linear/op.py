@@ -1,35 +1,36 @@
-"""The primitives of a linear layer in float8.
+"""A linear layer in float8, made of primitives that round and multiply, and the conventions of its derivatives.
 
-    forward  (operands) -> y, and if wanted both factors as they were rounded
+    forward  y, of both factors as they are rounded; its tangent is
     linear   (saved, dots) -> the tangent of y, linear in dots: wide products of the rounded factors
     backward (dy, saved) -> the wanted gradients, by products of float8
 
-The transpose of `linear` binds `backward`, which rounds dy: that is no transpose but a convention, and so these have
-rules of their own. Derivatives of `linear` and `backward` are those of their wide formulas.
+The transpose of `linear` is `backward`, which rounds dy: that is no transpose but a convention. Derivatives of `linear`
+and `backward` are those of their wide formulas.
 """
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.interpreters import ad, mlir
+from jax.interpreters import ad
 from jax.sharding import AxisType, PartitionSpec
 
 from jaxnorm.native import compat
-from jaxnorm.ops.float8_linear import formula, products
-from jaxnorm.ops.float8_linear.formula import Operands, Rounded, Saved, Variables, Wanted
-from jaxnorm.ops.float8_linear.kernels import BY_KERNELS, PRODUCTS_BY_KERNELS
-from jaxnorm.ops.float8_linear.products import Float8Linear
-from jaxnorm.primitive import fallback, registry
+from jaxnorm.ops.float8_linear import formula, kernels
+from jaxnorm.ops.float8_linear.formula import FLOAT8, Float8Linear, Operands, Rounded, Saved, Variables, Wanted
+from jaxnorm.ops.quantized_dot.formula import Operands as Matrices, QuantizedDot, of_batch
+from jaxnorm.ops.quantized_dot.op import Product, ProductCall
+from jaxnorm.primitive import registry
+from jaxnorm.primitive.convention import Convention, with_examples
 from jaxnorm.primitive.decide import Call, Formula, Program
 from jaxnorm.primitive.registry import Described, Function, Request
 from jaxnorm.primitive.rules import (
     Rules,
     all_none,
-    at_front,
     batch_size,
     bind,
     examples_first,
@@ -41,98 +42,51 @@ from jaxnorm.primitive.rules import (
 NAME = "float8_linear"
 
 
+@functools.partial(jax.jit, static_argnums=0, inline=True)
 def linear(spec: Float8Linear, operands: Operands) -> jax.Array:
-    """y of operands that were checked."""
-    y, *_ = FORWARD.bind(spec, operands, with_saved=False)
+    """y of operands that were checked; one program outside of jit, too, so that bits are the same."""
+    leaves, tree = jax.tree.flatten(operands)
+    x, kernel, bias, x_scales, carrier = jax.tree.unflatten(tree, compat.match_varying_axes(*leaves))
+    of_x = kernels.by_rows(spec, x, "forward") if x_scales is None else Rounded(x, formula.live(x, x_scales))
+    of_kernel = kernels.by_columns(spec, kernel, "forward")
+    asked = spec.of_product("y", spec.out_dtype, out_spec=spec.out_spec)
+    y = PRODUCT.bind(asked, _factors(of_x, of_kernel, bias=bias))
+    # What was given as it is rounded cannot be rounded again.
+    saved = Saved(x if x_scales is None else carrier, Rounded() if x_scales is None else of_x, kernel, bias=bias)
+    if spec.save == "quantized":
+        saved = saved._replace(rounded_x=of_x, rounded_kernel=of_kernel)
+    (y,) = FORWARD(spec, [y], saved)
     return y
 
 
-@dataclasses.dataclass(frozen=True)
-class Layer(Call):
-    """One direction of a layer. Its products decide each for itself whether a kernel makes it, and say so."""
-
-    how: str | None  # XLA's code is asked for, if it is
-    platforms = ("cuda",)
-    splits_itself = True
-
-    def unfit(self, program: Program) -> str | None:
-        return "an exported program may run on GPUs whose products of float8 are XLA's" if program.is_exported else None
-
-    def left_out(self, platform: str) -> str | None:
-        return None if self.how is None else f"{fallback.ASKED_FOR}{self.how}"
+def _factors(x: Rounded, weights: Rounded, *, bias: Any = None) -> Matrices:
+    """The operands of a product; the scales of what is rounded by columns go with the outputs."""
+    scales = jnp.ones((1, 1), np.float32) if weights.scales is None else weights.scales.reshape(-1, 1)
+    return Matrices(x.values, weights.values, scales, x.scales, bias)
 
 
-class _Native(Rules):
-    """A direction that makes calls of kernels, each of which is decided by itself."""
+class _Forward(Convention):
+    rows = ("x", "rounded_x")
 
-    def __init__(self, direction: str) -> None:
-        self.direction = direction
-        super().__init__(primitive_name(NAME, direction))
-
-    def call(self, *_: Any, spec: Float8Linear, **params: Any) -> Call:
-        return Layer(spec.formula_in(self.direction))
-
-    def native(self, platform: str, ctx: Any, *leaves: Any, **params: Any) -> Sequence[Any]:
-        by = PRODUCTS_BY_KERNELS if compat.is_split_by_xla(ctx) else BY_KERNELS
-        values: Sequence[Any] = mlir.lower_fun(lambda *arrays: self.formula(*arrays, **params, by=by))(ctx, *leaves)
-        return values
-
-
-class _Forward(_Native):
-    def bind(self, spec: Float8Linear, operands: Operands, *, with_saved: bool) -> list[jax.Array]:
-        return bind(self.primitive, operands, spec=spec, with_saved=with_saved)
-
-    def formula(
-        self, *leaves: Any, tree: Any, spec: Float8Linear, with_saved: bool, by: Any = formula.BY_XLA
-    ) -> list[Any]:
-        y, *factors = formula.forward(spec, jax.tree.unflatten(tree, leaves), by, keeps=with_saved)
-        return [y, *jax.tree.leaves(factors)] if with_saved else [y]
-
-    def jvp(self, primals: Any, dots: Any, *, tree: Any, spec: Float8Linear, with_saved: bool) -> tuple[Any, Any]:
-        operands: Operands = jax.tree.unflatten(tree, primals)
-        moving: Operands = jax.tree.unflatten(tree, [None if type(dot) is ad.Zero else dot for dot in dots])
-        x, x_dot = (of.x if operands.x_scales is None else of.x_carrier for of in (operands, moving))
-        variables = Variables(x_dot, moving.kernel, moving.bias)
-        # What was given as it is rounded cannot be rounded again.
-        saves_x = spec.save == "quantized" or operands.x_scales is not None
-        saves = saves_x and not all_none(variables[:2])
-        y, *factors = self.bind(spec, operands, with_saved=with_saved or saves)
-        saved = Saved(x, operands.kernel)
-        if saves:
-            factors = [*named("result", factors[::2]), *named("statistics", factors[1::2])]
-            rounded_x, rounded_kernel = map(Rounded, factors[:2], factors[2:])
-            saved = saved._replace(rounded_x=rounded_x)
-            if spec.save == "quantized":
-                saved = saved._replace(rounded_kernel=rounded_kernel)
-            factors = [*rounded_x[:2], *rounded_kernel[:2]]
-        results = [y, *factors] if with_saved else [y]
-        zeros = [ad.Zero(jax.typeof(result).to_tangent_aval()) for result in results]
-        return results, zeros if all_none(variables) else [_tangent(spec, y, saved, variables), *zeros[1:]]
-
-    def batch(self, leaves: Any, axes: Any, *, tree: Any, spec: Float8Linear, with_saved: bool) -> tuple[Any, Any]:
-        batch: Operands = jax.tree.unflatten(tree, axes)
-        front: Operands = jax.tree.unflatten(tree, examples_first(leaves, axes))
-        if not spec.batch and not with_saved and spec.scaling == "row" and batch.kernel is None and batch.bias is None:
-            # Examples of rows are rows.
-            rows = (batch_size(leaves, axes), *front.x.shape[1:-1])
-            of_rows = {
-                name: jnp.broadcast_to(array, (*rows, array.shape[-1]))
-                for name, array in front._asdict().items()
-                if name not in ("kernel", "bias") and array is not None
+    def tangents(self, spec: Float8Linear, results: Any, operands: Saved, dots: Saved, **_: Any) -> list[Any]:
+        variables = Variables(dots.x, dots.kernel, dots.bias)
+        if all_none(variables):
+            return [None]
+        if not all_none(variables[:2]):
+            known = {
+                name: Rounded(*named("result", [of.values]), *named("statistics", [of.scales]))
+                for name, of in (("rounded_x", operands.rounded_x), ("rounded_kernel", operands.rounded_kernel))
+                if of.values is not None
             }
-            given: Operands = jax.tree.unflatten(tree, leaves)
-            if spec.out_spec is not None:
-                spec = dataclasses.replace(spec, out_spec=PartitionSpec(None, *spec.out_spec))
-            return self.bind(spec, given._replace(**of_rows), with_saved=False), [0]
-        return at_front(self.bind(_another(spec), front, with_saved=with_saved))
+            operands = operands._replace(**known)
+        (y,) = results
+        return [_tangent(spec, y, operands._replace(bias=None), variables)]
 
-    def described(self, *types: Any, tree: Any, spec: Float8Linear, with_saved: bool) -> Described:
-        operands: Operands = jax.tree.unflatten(tree, types)
-        return Described(NAME, operands, "forward", call_of(spec, operands))
-
-
-def _another(spec: Float8Linear) -> Float8Linear:
-    return dataclasses.replace(spec, batch=spec.batch + 1)
+    def described(self, *types: Any, tree: Any, spec: Float8Linear) -> Described:
+        _, saved = jax.tree.unflatten(tree, types)
+        x = saved.rounded_x.values if saved.x is None else saved.x
+        asked = Operands(x, saved.kernel, saved.bias)
+        return Described(NAME, asked, "forward", call_of(spec, asked))
 
 
 def _tangent(spec: Float8Linear, y: jax.Array, saved: Saved, dots: Variables) -> jax.Array:
@@ -170,7 +124,7 @@ class _Linear(Rules):
         if type(dy) is ad.Zero:
             return [*nothing, *(None for _ in given)]
         wanted = Variables(*(_wanted(spec, dot.aval) if ad.is_undefined_primal(dot) else None for dot in dots))
-        gradients = BACKWARD.bind(spec, dy, saved, wanted)
+        gradients = backward(spec, dy, saved, wanted)
         return [*nothing, *(bar for bar, dot in zip(gradients, dots, strict=True) if dot is not None)]
 
     def batch(self, leaves: Any, axes: Any, *, tree: Any, spec: Float8Linear) -> tuple[Any, Any]:
@@ -178,7 +132,7 @@ class _Linear(Rules):
         saved, dots = jax.tree.unflatten(tree, examples_first(leaves, axes))
         # Each example has its own tangent, so that the transpose gives it its own gradient.
         dots = jax.tree.map(lambda dot: jnp.broadcast_to(dot, (size, *dot.shape[1:])), dots)
-        return [self.bind(_another(spec), saved, dots)], [0]
+        return [self.bind(with_examples(spec), saved, dots)], [0]
 
     def described(self, *types: Any, tree: Any, spec: Float8Linear) -> Described:
         _, dots = jax.tree.unflatten(tree, types)
@@ -199,53 +153,103 @@ def _wanted(spec: Float8Linear, aval: Any) -> Wanted:
     return Wanted(np.dtype(aval.dtype), of_example if AxisType.Explicit in aval.sharding.mesh.axis_types else None)
 
 
-class _Backward(_Native):
-    def bind(self, spec: Float8Linear, dy: jax.Array, saved: Saved, wanted: Variables) -> Variables:
-        values = iter(bind(self.primitive, (dy, _read(saved, wanted)), spec=spec, wanted=wanted))
-        return Variables(*(None if how is None else next(values) for how in wanted))
-
-    def formula(
-        self, *leaves: Any, tree: Any, spec: Float8Linear, wanted: Variables, by: Any = formula.BY_XLA
-    ) -> list[Any]:
-        dy, saved = jax.tree.unflatten(tree, leaves)
-        return jax.tree.leaves(formula.backward(spec, dy, saved, wanted, by))
-
-    def jvp(self, primals: Any, dots: Any, *, tree: Any, spec: Float8Linear, wanted: Variables) -> tuple[Any, Any]:
-        def wide(*leaves: Any) -> list[jax.Array]:
-            dy, saved = jax.tree.unflatten(tree, leaves)
-            return jax.tree.leaves(formula.wide_backward(spec, dy, saved, wanted))
-
-        results = self.primitive.bind(*primals, tree=tree, spec=spec, wanted=wanted)
-        return results, tangents_jnp(wide, primals, dots)
-
-    def batch(self, leaves: Any, axes: Any, *, tree: Any, spec: Float8Linear, wanted: Variables) -> tuple[Any, Any]:
-        dy, saved = jax.tree.unflatten(tree, examples_first(leaves, axes))
-        return at_front(self.bind(_another(spec), dy, saved, wanted))
-
-    def described(self, *types: Any, tree: Any, spec: Float8Linear, wanted: Variables) -> Described:
-        dy, saved = jax.tree.unflatten(tree, types)
-        x, kernel = _factors(saved)
-        calls: list[Call] = []
-        if wanted.x is not None:
-            calls.append(products.call_of(spec, "dx", dy.shape, kernel.shape, wanted.x.dtype))
-        if wanted.kernel is not None and spec.weight_gradient != "float8":
-            calls.append(Formula("the recipe has the kernel's gradient by a wide product"))
-        elif wanted.kernel is not None:
-            rows = products.as_rows(x.shape), products.as_rows(dy.shape)
-            calls.append(products.call_of(spec, "dw", *rows, wanted.kernel.dtype))
-        return Described(NAME, Read(dy, x, kernel), "backward", Products(tuple(calls), spec.native_in("backward")))
+def backward(spec: Float8Linear, dy: jax.Array, saved: Saved, wanted: Variables) -> Variables:
+    """The wanted gradients, dy rounded once for each product."""
+    if spec.batch:
+        return of_batch(spec, lambda inner, dy, saved: backward(inner, dy, saved, wanted), dy, saved)
+    of_kernel = wanted.kernel is not None and spec.weight_gradient == "float8"
+    x = kernel = None
+    if wanted.kernel is not None:
+        x = saved.rounded_x if saved.rounded_x.values is not None else kernels.by_rows(spec, saved.x, "backward")
+    if wanted.x is not None:
+        kernel = saved.rounded_kernel
+        kernel = kernel if kernel.values is not None else kernels.by_columns(spec, saved.kernel, "backward")
+    u, v = _rounded(spec, dy, x if of_kernel else None, kernel)
+    gradients = {}
+    if u is not None and kernel is not None:
+        asked = spec.of_product("dx", wanted.x.dtype, out_spec=wanted.x.spec, weights_first=True)
+        gradients["x"] = PRODUCT_OF_GRADIENT.bind(asked, _factors(u, kernel._replace(scales=_single(kernel))))
+    if wanted.kernel is not None and x is not None:
+        if v is None:
+            gradients["kernel"] = formula.wide_of_kernel(spec, dy, x, saved, wanted.kernel)
+        else:
+            rows = dy.ndim - 1
+            asked = spec.of_product("dw", wanted.kernel.dtype, out_spec=wanted.kernel.spec, x_first=True, summed=rows)
+            gradients["kernel"] = PRODUCT_OF_GRADIENT.bind(asked, _factors(x._replace(scales=_single(x)), v))
+    if wanted.bias is not None:
+        gradients["bias"] = dy.astype(np.float32).sum(tuple(range(dy.ndim - 1))).astype(wanted.bias.dtype)
+    given = Variables(**gradients)
+    values = iter(BACKWARD(spec, jax.tree.leaves(given), Read(dy, saved), wanted=wanted))
+    return Variables(*(None if how is None else next(values) for how in wanted))
 
 
-FORWARD, LINEAR, BACKWARD = _Forward("forward"), _Linear(primitive_name(NAME, "linear")), _Backward("backward")
+def _rounded(
+    spec: Float8Linear, dy: jax.Array, x: Rounded | None, kernel: Rounded | None
+) -> tuple[Rounded | None, Rounded | None]:
+    """dy times the scales of the kernel's columns, rounded by rows, and times those of x's rows, rounded by columns.
+
+    Without the other factor there is none of it. A single scale of the other factor goes to the result.
+    """
+    if x is None and kernel is None:
+        return None, None
+    if spec.scaling == "tensor":  # both products take the same
+        values, scales = kernels.by_rows(spec, dy, "backward")
+        return kernel and Rounded(values, scales), x and Rounded(jnp.moveaxis(values, -1, 0), scales)
+    of_columns = None if kernel is None or kernel.scales.size == 1 else kernel.scales[0]
+    of_rows = None if x is None or x.scales.size == 1 else x.scales
+    return kernels.gradient(spec, dy, of_columns, of_rows, (kernel is not None, x is not None))
+
+
+def _single(other: Rounded) -> jax.Array | None:
+    """The scale of a factor that has one for all, and so did not go into dy."""
+    return other.scales.reshape(1, 1) if other.scales.size == 1 else None
 
 
 class Read(NamedTuple):
-    """What a derivative reads, as far as a call has it."""
+    """What a gradient is of."""
+
+    dy: Any
+    saved: Saved
+
+
+class _Backward(Convention):
+    def tangents(self, spec: Any, results: Any, operands: Any, dots: Any, **params: Any) -> list[Any]:
+        def wide(*leaves: Any) -> list[jax.Array]:
+            dy, saved = jax.tree.unflatten(tree, leaves)
+            return jax.tree.leaves(formula.wide_backward(spec, dy, saved, params["wanted"]))
+
+        tree: Any
+        leaves, tree = jax.tree.flatten(operands)
+        return list(tangents_jnp(wide, leaves, tree.flatten_up_to(dots)))
+
+    def described(self, *types: Any, tree: Any, spec: Float8Linear, wanted: Variables) -> Described:
+        _, (dy, saved) = jax.tree.unflatten(tree, types)
+        x, kernel = (
+            given if of.values is None else of.values
+            for given, of in ((saved.x, saved.rounded_x), (saved.kernel, saved.rounded_kernel))
+        )
+        calls: list[Call] = []
+        *rows, columns = dy.shape
+        if wanted.x is not None:
+            if saved.rounded_kernel.values is not None:
+                kernel = kernel.update(shape=(*kernel.shape[:-2], *kernel.shape[:-3:-1]))
+            weights = (*kernel.shape[:-2], *kernel.shape[:-3:-1])
+            calls.append(_call(spec.of_product("dx", wanted.x.dtype, weights_first=True), dy.shape, weights))
+        if wanted.kernel is not None and spec.weight_gradient != "float8":
+            calls.append(Formula("the recipe has the kernel's gradient by a wide product"))
+        elif wanted.kernel is not None:
+            batch, rows = rows[: spec.batch], rows[spec.batch :]
+            asked = spec.of_product("dw", wanted.kernel.dtype, x_first=True, summed=len(rows))
+            calls.append(_call(asked, x.shape, (*batch, columns, *rows)))
+        return Described(NAME, Factors(dy, x, kernel), "backward", Products(tuple(calls), spec.native_in("backward")))
+
+
+class Factors(NamedTuple):
+    """What a gradient is computed of, as far as a call has it."""
 
     dy: Any = None
     x: Any = None
     kernel: Any = None
-    bias: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -271,15 +275,21 @@ class Products(Call):
         return self._first(call.left_out(platform) for call in self.calls)
 
 
+PRODUCT, PRODUCT_OF_GRADIENT = (Product(primitive_name(NAME, way)) for way in ("forward", "backward"))
+LINEAR = _Linear(primitive_name(NAME, "linear"))
+FORWARD, BACKWARD = _Forward(f"jaxnorm_{NAME}_derivative"), _Backward(f"jaxnorm_{NAME}_second_derivative")
+
+
 def call_of(spec: Float8Linear, operands: Operands) -> Call:
     """The product of operands of these types."""
-    return products.call_of(spec, "y", operands.x.shape, operands.kernel.shape[::-1], spec.out_dtype, operands.bias)
+    kernel = operands.kernel.shape
+    weights = (*kernel[:-2], *kernel[:-3:-1])
+    return _call(spec.of_product("y", spec.out_dtype), operands.x.shape, weights, operands.bias)
 
 
-def _factors(saved: Saved) -> tuple[Any, Any]:
-    """Of x and the kernel what is read: rounded, or to be rounded."""
-    x, kernel = saved.rounded_x.values, saved.rounded_kernel.values
-    return saved.x if x is None else x, saved.kernel if kernel is None else kernel
+def _call(asked: QuantizedDot, x: Any, weights: Any, bias: Any = None) -> ProductCall:
+    of_x, of_weights = (jax.core.ShapedArray(shape, FLOAT8) for shape in (x, weights))
+    return ProductCall(asked, Matrices(of_x, of_weights, None, None, bias))
 
 
 def _of_request(request: Request) -> Call:

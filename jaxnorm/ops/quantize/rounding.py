@@ -10,7 +10,7 @@ from jax.interpreters import ad
 
 from jaxnorm.ops.mask import nan_where
 from jaxnorm.ops.quantize.checks import SMALLEST_SCALE
-from jaxnorm.primitive.rules import Rules
+from jaxnorm.primitive.rules import Rules, no_tangent
 from jaxnorm.quantization import Quantization
 from jaxnorm.sharding.shards import Shards
 
@@ -135,7 +135,7 @@ class _StraightThrough(Rules):
     def jvp(self, primals: Any, dots: Any, *, derivative: Derivative, dtype: np.dtype[Any]) -> tuple[Any, Any]:
         check(derivative)
         results = self.primitive.bind(*primals, derivative=derivative, dtype=dtype)
-        *zeros, of_carrier = (ad.Zero(jax.typeof(result).to_tangent_aval()) for result in results)
+        *zeros, of_carrier = map(no_tangent, results)
         moving = type(dots[0]) is not ad.Zero
         return results, [*zeros, lax.convert_element_type(dots[0], dtype) if moving else of_carrier]
 

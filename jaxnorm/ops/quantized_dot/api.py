@@ -68,7 +68,7 @@ def quantized_dot(
         kernel.carrier,
     )
     decide.check_native(op.ProductCall(spec, jax.tree.map(jax.typeof, operands)))
-    return op.bind(spec, operands)
+    return op.product(spec, operands)
 
 
 def _wants_all_digits() -> bool:

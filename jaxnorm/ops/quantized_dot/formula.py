@@ -29,6 +29,9 @@ class QuantizedDot(Spec):
     wants_all_digits: bool = False  # of a sum, by `jax.default_matmul_precision`
     batch: int = 0  # how many leading axes every operand has that vmap made, 1 long where it has no batch
     summed: int = 1  # how many axes are: the last ones, of both operands
+    x_first: bool = False  # whether it is the first ones of x
+    weights_first: bool = False  # and of the weights
+    scaling: str = "row"  # what has a scale: a row of x and an output, or a whole tensor
     out_spec: PartitionSpec | None = None  # of y over an Explicit mesh, where x and weights do not say it
     fast_accumulation: bool | None = None  # whether sums of float8 may have fewer digits; None: where y is of 16 bits
 
@@ -46,8 +49,8 @@ class Operands(NamedTuple):
 
     x: Any  # (..., K), quantised where it has scales
     weights: Any  # (N, K)
-    weight_scales: Any  # (N, 1)
-    x_scales: Any = None  # (..., 1)
+    weight_scales: Any  # (N, 1), or (1, 1)
+    x_scales: Any = None  # (..., 1), or of as many axes of length 1
     bias: Any = None  # (N,)
     x_carrier: Any = None
     weight_carrier: Any = None
@@ -120,21 +123,34 @@ def _product(spec: QuantizedDot, operands: Operands) -> jax.Array:
         return _dot(x, wide, wide_dtype(x.dtype))
     if weights.dtype == jnp.float4_e2m1fn:
         weights = weights.astype(x.dtype)
-    is_fast, out_sharding = spec.fast_accumulation is not False, sharding_of(x, spec.out_spec)
-    return float8_dot(x, weights, _contracted(x, spec.summed), is_fast=is_fast, out_sharding=out_sharding)
+    contracted, out_sharding = contracted_axes(spec, x, weights), sharding_of(x, spec.out_spec)
+    if spec.wants_all_digits:
+        return wide_product(x.astype(np.float32), weights.astype(np.float32), contracted, spec, out_sharding)
+    # What XLA reads of the precision for products of float8 on GPUs.
+    precision = None if spec.fast_accumulation is not False else lax.Precision.HIGHEST
+    return products.wide_dot(x, weights, contracted, np.float32, precision=precision, out_sharding=out_sharding)
+
+
+def contracted_axes(spec: QuantizedDot, x: Any, weights: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The axes that are summed, of both."""
+
+    def axes(array: Any, is_first: bool) -> tuple[int, ...]:
+        first = 0 if is_first else array.ndim - spec.summed
+        return tuple(range(first, first + spec.summed))
+
+    return axes(x, spec.x_first), axes(weights, spec.weights_first)
+
+
+def wide_product(x: jax.Array, weights: jax.Array, contracted: Any, spec: Any, out_sharding: Any = None) -> jax.Array:
+    """The product of wide arrays, summed up in float32, with all digits where the spec wants them."""
+    precision = lax.Precision.HIGHEST if spec.wants_all_digits else None
+    return products.wide_dot(x, weights, contracted, np.float32, precision=precision, out_sharding=out_sharding)
 
 
 def sharding_of(array: jax.Array, spec: PartitionSpec | None) -> Any:
     """The sharding over the array's Explicit mesh by a spec, None of None."""
     sharding: Any = jax.typeof(array).sharding
     return None if spec is None else sharding.update(spec=spec)
-
-
-def float8_dot(a: jax.Array, b: jax.Array, contracted: Any, *, is_fast: bool, out_sharding: Any = None) -> jax.Array:
-    """The sums of products along the contracted axes of both, in float32."""
-    # What XLA reads of the precision for products of float8 on GPUs.
-    precision = None if is_fast else lax.Precision.HIGHEST
-    return products.wide_dot(a, b, contracted, np.float32, precision=precision, out_sharding=out_sharding)
 
 
 def _integer_product(x: jax.Array, weights: jax.Array) -> jax.Array:
@@ -172,11 +188,7 @@ def _sum_of_parts(x: jax.Array, weights: jax.Array, columns: int) -> jax.Array:
 
 
 def _dot(x: jax.Array, weights: jax.Array, dtype: Any) -> jax.Array:
-    return products.wide_dot(x, weights, _contracted(x), dtype)
-
-
-def _contracted(x: jax.Array, summed: int = 1) -> Any:
-    return tuple(range(x.ndim - summed, x.ndim)), tuple(range(1, 1 + summed))
+    return products.wide_dot(x, weights, ((x.ndim - 1,), (1,)), dtype)
 
 
 def of_batch(spec: Any, function: Callable[..., Result], *records: Any) -> Result:

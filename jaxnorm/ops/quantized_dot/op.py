@@ -1,8 +1,8 @@
-"""The primitive of a product with quantised operands, and the kernels behind it.
+"""Products with quantised operands: the primitive of one, the kernels behind it, and the convention of its derivative.
 
-Its derivative is a convention, as that of the quantised norms: values and scales stand still, tangents flow through
-plain arrays and carriers. So it has a rule of its own, which no transformation may lose. It is no `Op` of a `Family`:
-these have rows of x, and weights that rows share; a product has the rows of a second matrix as its columns.
+A product has the rows of a second matrix as its columns, so that it is no `Op` of a `Family`, whose weights the rows
+share. It stands still (`jaxnorm.primitive.convention`): values and scales do, and tangents flow through plain arrays
+and carriers.
 """
 
 import dataclasses
@@ -14,19 +14,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.interpreters import ad, mlir
+from jax.interpreters import mlir
 
 from jaxnorm.native import ffi
 from jaxnorm.ops.quantized_dot import formula
 from jaxnorm.ops.quantized_dot.formula import Operands, QuantizedDot
-from jaxnorm.primitive import fallback, reasons, registry, rules
+from jaxnorm.primitive import fallback, lowering, reasons, registry, rules
+from jaxnorm.primitive.convention import Convention, Still, with_examples, with_rows
 from jaxnorm.primitive.decide import Call, Program
+from jaxnorm.primitive.op import Spec
 from jaxnorm.primitive.registry import Described, Function, Request
-from jaxnorm.primitive.rules import Rules
+from jaxnorm.primitive.rules import Inner
 from jaxnorm.quantization import Quantized
-from jaxnorm.sharding.dims import CallMaps
+from jaxnorm.sharding import partition
+from jaxnorm.sharding.dims import CallMaps, DimMap
 
-TARGET = "jaxnorm_quantized_dot"
+TARGET, TRANSPOSE = "jaxnorm_quantized_dot", "jaxnorm_transpose_bytes"
 FLOAT8 = frozenset(map(jnp.dtype, ("float8_e4m3fn", "float8_e5m2")))
 # What cuBLASLt wants lengths to be multiples of; the one GPU for which it scales by row and column.
 MULTIPLE, CAPABILITY = 16, "9.0"
@@ -36,8 +39,10 @@ MULTIPLE, CAPABILITY = 16, "9.0"
 FEW, LEAST, SHORT = 2**24, 2**21, 2**10
 
 
-def bind(spec: QuantizedDot, operands: Operands) -> jax.Array:
-    (y,) = rules.bind(PRODUCT.primitive, tuple(operands), spec=spec)
+def product(spec: QuantizedDot, operands: Operands) -> jax.Array:
+    """The product of checked operands, with its derivative."""
+    y = QUANTIZED_DOT.bind(spec, operands._replace(x_carrier=None, weight_carrier=None))
+    (y,) = CONVENTION(spec, [y], operands)
     return y
 
 
@@ -53,9 +58,24 @@ class ProductCall(Call):
     def native_for(self) -> str | None:  # type: ignore[override]
         return self.spec.native_for
 
+    @property
+    def lengths(self) -> tuple[tuple[Any, ...], Any, Any]:
+        """Those of the rows of the result, the number of its columns, and that of products in a sum."""
+        spec, batch = self.spec, self.spec.batch
+        x, weights = self.operands.x.shape[batch:], self.operands.weights.shape[batch:]
+        rows = x[spec.summed :] if spec.x_first else x[: len(x) - spec.summed]
+        *columns, depth = [*weights[spec.summed :], *weights[: spec.summed]] if spec.weights_first else weights
+        if spec.summed != 1:
+            columns, depth = weights[:1], math.prod(weights[1:])
+        # Rows that are summed are made more by rows of zeros, which add nothing.
+        pads = spec.x_first and isinstance(depth, int)
+        return rows, columns[0], depth + -depth % MULTIPLE if pads else depth
+
     def nowhere(self) -> str | None:
         spec, x, weights, bias = self.spec, self.operands.x, self.operands.weights, self.operands.bias
-        lengths = weights.shape[-2:]
+        _, *lengths = self.lengths
+        if spec.scaling == "tensor":
+            return "the recipe has one scale for each tensor, with which XLA makes the products"
         if not {x.dtype, weights.dtype} <= FLOAT8:
             return f"x is {x.dtype} and the kernel {weights.dtype}, and cuBLASLt is taken for float8"
         if spec.wants_all_digits:
@@ -63,7 +83,7 @@ class ProductCall(Call):
         if x.dtype == weights.dtype == jnp.float8_e5m2:
             return "x and the kernel are float8_e5m2, and cuBLASLt wants one of them to be float8_e4m3fn"
         if not all(isinstance(length, int) and length and length % MULTIPLE == 0 for length in lengths):
-            return f"outputs and inputs of the kernel are {lengths}, and cuBLASLt wants multiples of {MULTIPLE}"
+            return f"outputs and inputs of the kernel are {(*lengths,)}, and cuBLASLt wants multiples of {MULTIPLE}"
         if spec.out_dtype not in ffi.DTYPES:
             return f"the result is {spec.out_dtype}, kernels give {', '.join(sorted(d.name for d in ffi.DTYPES))}"
         if bias is not None and (bias.dtype != spec.out_dtype or spec.out_dtype == np.float32):
@@ -71,131 +91,180 @@ class ProductCall(Call):
         return "cuBLASLt takes no examples of kernels, as jax.vmap makes them" if spec.batch else None
 
     def unfit(self, program: Program) -> str | None:
-        only = f"cuBLASLt scales by row and column on GPUs of compute capability {CAPABILITY}"
-        if program.is_exported:
-            return f"{only}, and an exported program may run on others"
-        if (capabilities := ffi.capabilities()) != {CAPABILITY}:
-            return f"{only}, and here is {', '.join(sorted(capabilities)) or 'none'}"
-        return ffi.why_no_cublaslt()
+        return unfit(program)
 
     def unserved(self, platform: str) -> str | None:
-        x = self.operands.x
-        if math.prod(n for n in x.shape[:-1] if isinstance(n, int)) <= reasons.MOST_ROWS:
+        rows = math.prod(n for n in self.lengths[0] if isinstance(n, int))
+        if 0 < rows <= reasons.MOST_ROWS:
             return None
-        return f"x has shape {x.shape}, and a CUDA kernel takes at most {reasons.MOST_ROWS} rows"
+        return f"x has shape {self.operands.x.shape}, and a CUDA kernel takes 1 to {reasons.MOST_ROWS} rows"
 
     def left_out(self, platform: str) -> str | None:
         if self.spec.implementation == "xla":
             return f"{fallback.ASKED_FOR}{self.spec.how}"
-        lengths = [*self.operands.x.shape[:-1], self.operands.weights.shape[0]]
-        rows, columns = (math.prod(n for n in part if isinstance(n, int)) for part in (lengths[:-1], lengths[-1:]))
-        few = FEW if min(rows, columns, self.operands.x.shape[-1]) < SHORT else LEAST
+        lengths, columns, depth = self.lengths
+        rows = math.prod(n for n in lengths if isinstance(n, int))
+        few = FEW if min(rows, columns, depth) < SHORT else LEAST
         is_slower = rows * columns < few and not self.native_for
         return f"XLA's code is faster for results of less than {few} elements" if is_slower else None
+
+
+def unfit(program: Program) -> str | None:
+    """Why the GPUs of a program have no product."""
+    only = f"cuBLASLt scales by row and column on GPUs of compute capability {CAPABILITY}"
+    if program.is_exported:
+        return f"{only}, and an exported program may run on others"
+    if (capabilities := ffi.capabilities()) != {CAPABILITY}:
+        return f"{only}, and here is {', '.join(sorted(capabilities)) or 'none'}"
+    return ffi.why_no_cublaslt()
 
 
 def _operands(tree: Any, leaves: Any) -> Operands:
     return Operands(*jax.tree.unflatten(tree, leaves))
 
 
-class _Product(Rules):
+class Product(Still):
+    """A product by cuBLASLt, which takes both matrices with what is summed as the last axis."""
+
+    def bind(self, spec: QuantizedDot, operands: Operands) -> jax.Array:
+        (y,) = rules.bind(self.primitive, tuple(operands), spec=spec)
+        return y
+
     def formula(self, *leaves: Any, tree: Any, spec: QuantizedDot) -> list[jax.Array]:
         return [formula.forward(spec, _operands(tree, leaves))]
 
     def call(self, *types: Any, tree: Any, spec: QuantizedDot) -> ProductCall:
-        return ProductCall(spec, _matrices(spec, _operands(tree, types)))
-
-    def described(self, *types: Any, tree: Any, spec: QuantizedDot) -> Described:
-        operands = _operands(tree, types)
-        return Described("quantized_dot", operands, "forward", ProductCall(spec, operands))
+        return ProductCall(spec, _operands(tree, types))
 
     def native(self, platform: str, ctx: Any, *leaves: Any, tree: Any, spec: QuantizedDot) -> Sequence[Any]:
-        if spec.summed > 1:
-            flat: Sequence[Any] = mlir.lower_fun(functools.partial(_of_matrices, tree=tree, spec=spec))(ctx, *leaves)
-            return flat
-        operands, types = _operands(tree, leaves), _operands(tree, ctx.avals_in)
-        values, avals = (
-            [of.x, of.x_scales, of.weights, of.weight_scales, *([] if of.bias is None else [of.bias])]
-            for of in (operands, types)
-        )
+        ctx, values = lowering.replaced(functools.partial(_matrices, spec, tree), ctx, leaves)
+        types, taken = list(ctx.avals_in), list(values)
+        for place, is_first in ((0, spec.x_first), (2, spec.weights_first)):
+            if is_first:
+                lies, types[place] = types[place], types[place].update(shape=types[place].shape[::-1])
+                of_bytes = ctx.replace(avals_in=[lies], avals_out=[types[place]])
+                (taken[place],) = ffi.call(platform, TRANSPOSE, of_bytes, [taken[place]], attributes={})
+        depth, columns = types[0].shape[-1], types[2].shape[0]
         return ffi.call(
             platform,
             TARGET,
-            ctx.replace(avals_in=avals),
-            values,
-            workspace=ffi.workspace(platform, TARGET, spec.out_dtype, types.x.shape[0], types.weights.shape[1]),
-            attributes={"has_bias": operands.bias is not None, "fast_accumulation": spec.accumulates_fast()},
+            ctx.replace(avals_in=types),
+            taken,
+            workspace=ffi.workspace(platform, TARGET, spec.out_dtype, columns, depth),
+            attributes={"has_bias": len(taken) > 4, "fast_accumulation": spec.accumulates_fast()},
         )
 
     def of_shard(self, *leaves: Any, tree: Any, spec: QuantizedDot) -> list[jax.Array]:
         """Of a device's part of what is summed: the results are added up, as XLA adds up those of its own products."""
         operands = _operands(tree, leaves)
         assert spec.shards is not None
-        part = bind(dataclasses.replace(spec, shards=None), operands._replace(bias=None))
+        part = self.bind(dataclasses.replace(spec, shards=None), operands._replace(bias=None))
         y = spec.shards.sum(part)
         return [y if operands.bias is None else formula.with_bias(y, operands.bias).astype(spec.out_dtype)]
 
     def dim_maps(self, types: Any, *, spec: QuantizedDot) -> CallMaps:
-        """The axes of a product are those of x's rows, the one that is summed, and the outputs."""
+        """The axes of a product are those of x's rows, those that are summed, and the outputs."""
         operands = Operands(*types)
         *axes, columns = range(operands.x.ndim + 1)
-        rows, summed = axes[: -spec.summed], axes[-spec.summed :]
-        maps = Operands(
-            x=(*rows, *summed),
-            weights=(columns, *summed),
-            weight_scales=(columns, None),
-            x_scales=(*rows, None),
-            bias=(columns,),
-            x_carrier=(*rows, *summed),
-            weight_carrier=(columns, *summed),
-        )
-        given = [dim_map for array, dim_map in zip(operands, maps, strict=True) if array is not None]
-        return CallMaps(columns + 1, given, [(*rows, columns)], [()], [None])
+        rows, summed = tuple(axes[: len(axes) - spec.summed]), tuple(axes[len(axes) - spec.summed :])
+        x: DimMap = (*summed, *rows) if spec.x_first else (*rows, *summed)
+        weights: DimMap = (*summed, columns) if spec.weights_first else (columns, *summed)
+        maps = Operands(x, weights, (columns, None), (*rows, None), (columns,), x, weights)
 
-    def jvp(self, primals: Any, dots: Any, *, tree: Any, spec: QuantizedDot) -> tuple[Any, Any]:
-        operands = _operands(tree, primals)
-        moving = _operands(tree, [None if type(dot) is ad.Zero else dot for dot in dots])
-        y = bind(spec, operands)
-        x_moves = moving.x is not None and operands.x_scales is None
-        if x_moves or any(dot is not None for dot in (moving.bias, moving.x_carrier, moving.weight_carrier)):
-            return [y], [formula.tangent(spec, operands, moving)]
-        return [y], [ad.Zero(jax.typeof(y).to_tangent_aval())]
+        def of(array: Any, dim_map: DimMap) -> DimMap:  # of what is the same for all rows or outputs, too
+            return tuple(None if n == 1 else axis for n, axis in zip(array.shape, dim_map, strict=True))
+
+        scales = maps._replace(
+            weight_scales=of(operands.weight_scales, maps.weight_scales),
+            x_scales=None if operands.x_scales is None else of(operands.x_scales, maps.x_scales),
+        )
+        given = [dim_map for array, dim_map in zip(operands, scales, strict=True) if array is not None]
+        return CallMaps(columns + 1, given, [(*rows, columns)], [()], [None])
 
     def batch(self, leaves: Any, axes: Any, *, tree: Any, spec: QuantizedDot) -> tuple[Any, Any]:
         operands, batch = _operands(tree, leaves), _operands(tree, axes)
         front = _operands(tree, rules.examples_first(leaves, axes))
-        of_rows = "x", "x_scales", "x_carrier"
-        if not spec.batch and rules.all_none(axis for name, axis in batch._asdict().items() if name not in of_rows):
-            # Examples of rows are rows.
-            size = rules.batch_size(leaves, axes)
-            rows = {
-                name: jnp.broadcast_to(array, (size, *array.shape[1:]))
-                for name, array in front._asdict().items()
-                if name in of_rows and array is not None
-            }
-            return [bind(spec, operands._replace(**rows))], [0]
-        return [bind(dataclasses.replace(spec, batch=spec.batch + 1), front)], [0]
+        is_of_rows = rules.all_none((batch.weights, batch.weight_scales, batch.bias))
+        if spec.batch or spec.x_first or spec.scaling == "tensor" or not is_of_rows:
+            return [self.bind(with_examples(spec), front)], [0]
+        # Examples of rows are rows.
+        size = rules.batch_size(leaves, axes)
+        rows = (size, *front.x.shape[1 : front.x.ndim - spec.summed])
+        x = jnp.broadcast_to(front.x, (size, *front.x.shape[1:]))
+        scales = front.x_scales if front.x_scales is None else jnp.broadcast_to(front.x_scales, (*rows, 1))
+        return [self.bind(with_rows(spec), operands._replace(x=x, x_scales=scales))], [0]
 
 
-def _of_matrices(*leaves: Any, tree: Any, spec: QuantizedDot) -> list[jax.Array]:
-    operands = _operands(tree, leaves)
-    types = _matrices(spec, operands)
-    x, weights = operands.x.reshape(types.x.shape), operands.weights.reshape(types.weights.shape)
-    return [bind(dataclasses.replace(spec, summed=1), operands._replace(x=x, weights=weights))]
+def _matrices(spec: QuantizedDot, tree: Any, *leaves: Any) -> list[jax.Array]:
+    """What a kernel takes: x and its scales, the weights and theirs, and the bias; what is summed is one axis, in its
+    place, of which zeros are no part."""
+    x, weights, weight_scales, x_scales, bias, *_ = _operands(tree, leaves)
+    rows, columns, depth = ProductCall(spec, _operands(tree, leaves)).lengths
+    count = math.prod(rows)
+
+    def matrix(array: jax.Array, others: Any, *, is_first: bool) -> jax.Array:
+        array = array.reshape((-1, others) if is_first else (*others, -1)) if spec.summed != 1 else array
+        missing = depth - array.shape[0 if is_first else -1]
+        widths = [(0, missing), (0, 0)] if is_first else [*[(0, 0)] * (array.ndim - 1), (0, missing)]
+        return jnp.pad(array, widths) if missing else array
+
+    x = matrix(x, count if spec.x_first else rows, is_first=spec.x_first)
+    weights = matrix(weights, columns if spec.weights_first else (columns,), is_first=spec.weights_first)
+    ones = jnp.ones((), np.float32)
+    lengths = (count,) if spec.x_first else rows
+    x_scales = jnp.broadcast_to(ones if x_scales is None else x_scales, (*lengths, 1))
+    weight_scales = jnp.broadcast_to(weight_scales, (columns, 1))
+    return [x, x_scales, weights, weight_scales, *([] if bias is None else [bias])]
 
 
-def _matrices(spec: QuantizedDot, operands: Operands) -> Operands:
-    """The types of operands with what is summed as one axis."""
+class _Transpose(Inner):
+    """A matrix of float8 with its axes swapped, in a program that XLA splits. XLA's own code moves less than a third of
+    what a copy does within a step."""
 
-    def matrix(array: Any) -> Any:
-        lengths = array.shape[: -spec.summed], array.shape[-spec.summed :]
-        return jax.core.ShapedArray((*lengths[0], math.prod(lengths[1])), array.dtype)
+    def formula(self, *operands: jax.Array, tree: Any, spec: Spec) -> list[jax.Array]:
+        (array,) = operands
+        return [jnp.moveaxis(array, -1, 0)]
 
-    return operands._replace(x=matrix(operands.x), weights=matrix(operands.weights))
+    def native(self, platform: str, ctx: Any, *operands: Any, tree: Any, spec: Spec) -> Any:
+        *rows, columns = ctx.avals_in[0].shape
+        ctx, operands = lowering.replaced(lambda array: [array.reshape(-1, columns)], ctx, operands)
+        (result,), (matrix,) = ctx.avals_out, ctx.avals_in
+        swapped = matrix.update(shape=matrix.shape[::-1])
+        values = ffi.call(platform, TRANSPOSE, ctx.replace(avals_out=[swapped]), operands, attributes={})
+        return mlir.lower_fun(lambda array: [array.reshape(columns, *rows)])(
+            ctx.replace(avals_in=[swapped], avals_out=[result]), *values
+        )
+
+    def dim_maps(self, types: Any, *, spec: Spec) -> CallMaps:
+        *rows, columns = range(types[0].ndim)
+        return CallMaps(columns + 1, [(*rows, columns)], [(columns, *rows)], [()], [None])
+
+    def lower_split(self, ctx: Any, value: Any, lies: Any, result: Any) -> Any:
+        """The array of the type `result` of one that lies as of this type."""
+        ctx, tree = ctx.replace(avals_in=[lies], avals_out=[result]), jax.tree.structure((0,))
+        (swapped,) = partition.lower("cuda", self.primitive, ctx, value, tree=tree, in_place=False, spec=Spec())
+        return swapped
 
 
-PRODUCT = _Product("jaxnorm_quantized_dot")
-registry.add_types(QuantizedDot)
+class _QuantizedDot(Product):
+    def described(self, *types: Any, tree: Any, spec: QuantizedDot) -> Described:
+        operands = _operands(tree, types)
+        return Described("quantized_dot", operands, "forward", ProductCall(spec, operands))
+
+
+class _Convention(Convention):
+    rows = ("x", "x_scales", "x_carrier")
+
+    def tangents(self, spec: QuantizedDot, results: Any, operands: Operands, dots: Operands, **_: Any) -> list[Any]:
+        x_moves = dots.x is not None and operands.x_scales is None
+        moves = x_moves or not rules.all_none((dots.bias, dots.x_carrier, dots.weight_carrier))
+        return [formula.tangent(spec, operands, dots) if moves else None]
+
+
+TRANSPOSED = _Transpose(TRANSPOSE)
+QUANTIZED_DOT = _QuantizedDot("jaxnorm_quantized_dot")
+CONVENTION = _Convention("jaxnorm_quantized_dot_derivative")
+registry.add_types(QuantizedDot, Spec)
 
 
 def _of_request(request: Request) -> ProductCall:
