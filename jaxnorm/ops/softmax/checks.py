@@ -62,9 +62,8 @@ def _seen(function: str, given: Causal, x: jax.Array, axes: tuple[int, ...]) -> 
         lengths, offset = broadcast.alike(x, lengths, _offset_by_rows(function, offset, x))
         lengths = broadcast.fitted(x, lengths + offset)
     queries = x.shape[-2]  # it may be symbolic
-    if window is None or (isinstance(queries, int) and window >= queries + most):
-        return Mask(lengths=lengths)
-    return Mask(lengths=lengths, window=min(window, np.iinfo(np.int32).max))
+    hides = window is not None and not (isinstance(queries, int) and window >= queries + most)
+    return Mask(lengths=lengths, window=window if hides else None)
 
 
 def _window(function: str, value: object) -> int | None:
@@ -73,7 +72,7 @@ def _window(function: str, value: object) -> int | None:
     window = checks.check_int(function, "window", value, "None is without one")
     if window < 1:
         raise ValueError(f"{function}: window must be positive, got {window}; None is without one.")
-    return window
+    return min(window, np.iinfo(np.int32).max)
 
 
 def _number_or_array(function: str, value: object) -> int | jax.Array:
