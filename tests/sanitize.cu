@@ -313,14 +313,17 @@ void run_gated_activation(Dtype dtype, int64_t rows, int64_t cols, bool packed, 
 
 constexpr int64_t kStarts = 5;
 
-// Where windows begin, of rows of so many columns: row r goes with start r % kStarts.
+// Where rows of so many columns end that have a window, or windows begin, as in programs of before: row r goes with
+// number r % kStarts.
 struct Starts : Array {
   explicit Starts(int64_t cols) : Array(Dtype::f32, kStarts, 0, false) {
     const int32_t last = static_cast<int32_t>(cols), from[kStarts] = {-1, 3, last / 2, last - 1, last};
     check(cudaMemcpy(get(), from, sizeof from, cudaMemcpyHostToDevice), "cudaMemcpy");
   }
-  void add_to(Mask& mask) const {
-    mask.starts = static_cast<const int32_t*>(get()), mask.starts_rows.inner = {kStarts, 1};
+  void add_to(Mask& mask, int32_t window = 0) const {
+    const auto numbers = static_cast<const int32_t*>(get());
+    if (window == 0) mask.starts = numbers, mask.starts_rows = {{}, {kStarts, 1}};
+    if (window > 0) mask.lengths = numbers, mask.lengths_rows.inner = {kStarts, 1}, mask.window = window;
   }
 };
 
@@ -337,13 +340,14 @@ void run_softmax(Dtype dtype, int64_t rows, int64_t cols, int64_t offset) {
   check(cudaMemset(labels.get(), 0, (rows - 1) * 4), "cudaMemset");  // but for the last one, which names no column
   check(cudaMemset(lengths.get(), 0, 4), "cudaMemset");
   const Starts starts(cols);
-  for (const int masks : {0, 1, 2, 3, 6, 7}) {
+  for (const int masks : {0, 1, 2, 3, 6, 7, 10, 11}) {
     SoftmaxForward f{};
     f.rows = rows, f.cols = cols, f.scale = 0.5f, f.x = x;
     if (masks & 1) f.mask.where = static_cast<const uint8_t*>(where.get()), f.mask.where_rows.inner = {queries, 1};
     if (masks & 2)
       f.mask.lengths = static_cast<const int32_t*>(lengths.get()), f.mask.lengths_rows.inner = {queries, 1};
     if (masks & 4) starts.add_to(f.mask);
+    if (masks & 8) starts.add_to(f.mask, 9);
     f.log = masks % 3 == 0, f.log_sum = f.log ? log_sum.floats() : nullptr, f.top = f.log ? top.floats() : nullptr;
     f.y = y;
     call(f, "softmax");
@@ -369,11 +373,11 @@ void run_softmax_grad(Dtype dtype, int64_t rows, int64_t cols, int64_t offset) {
   const auto floats = numbers.floats();
   const auto integers = static_cast<const int32_t*>(lengths.get());
   const Starts starts(cols);
-  for (const int masks : {0, 1, 2}) {
+  for (const int masks : {0, 1, 2, 3}) {
     const bool masked = masks > 0;
-    Mask mask;
-    if (masks == 2) starts.add_to(mask);
+    Mask mask{};
     if (masked) mask.lengths = integers, mask.lengths_rows.inner = {rows, 1};
+    if (masks > 1) starts.add_to(mask, masks == 2 ? 0 : 9);
     if (masked) mask.where = static_cast<const uint8_t*>(where.get());
     const SoftmaxBackward softmax{rows, cols, dy, x, mask, dx, 0.5f};
     call(softmax, "softmax backward");
@@ -385,7 +389,7 @@ void run_softmax_grad(Dtype dtype, int64_t rows, int64_t cols, int64_t offset) {
     call(log, "log-softmax backward");
     CrossEntropyBackward loss{};
     loss.rows = rows, loss.cols = cols, loss.x = log.x, loss.labels = integers, loss.mask = mask, loss.scale = 0.5f;
-    loss.mask.lengths = loss.mask.starts = nullptr, loss.soft_cap = masked ? 30.0f : 0.0f,
+    loss.mask.lengths = loss.mask.starts = nullptr, loss.mask.window = 0, loss.soft_cap = masked ? 30.0f : 0.0f,
     loss.log_sum = loss.dlog_sum = loss.top = floats;
     loss.dlabel_logit = loss.dtotal = floats, loss.dx = log.dx;
     call(loss, "cross-entropy backward");

@@ -20,7 +20,8 @@ from jaxnorm.sharding import dims
 class Mask(NamedTuple):
     where: jax.Array | None = None
     lengths: jax.Array | None = None
-    starts: jax.Array | None = None  # where there are lengths
+    starts: jax.Array | None = None  # where there are lengths, in programs of before
+    window: int | None = None  # in its place: how many columns before its length a row has at most
 
 
 def columns(spec: RowSpec, x: jax.Array) -> jax.Array:
@@ -40,8 +41,9 @@ def counted(spec: RowSpec, x: jax.Array, mask: Mask) -> jax.Array | None:
         return mask.where
     numbers = columns(spec, x)
     counts = numbers < mask.lengths
-    if mask.starts is not None:
-        counts &= numbers >= mask.starts
+    starts = mask.starts if mask.window is None else jnp.maximum(mask.lengths, 0) - mask.window
+    if starts is not None:
+        counts &= numbers >= starts
     return counts if mask.where is None else mask.where & counts
 
 

@@ -36,8 +36,9 @@ class Reader {
 
   bool flag(const char* name) { return attribute<bool>(name); }
 
-  // One that programs of before do not have, and others only where it is set.
-  bool later_flag(const char* name) { return attributes_.contains(name) && flag(name); }
+  // Of those that programs of before do not have, and others only where they are set.
+  bool has_attribute(const char* name) const { return attributes_.contains(name); }
+  bool later_flag(const char* name) { return has_attribute(name) && flag(name); }
 
   // The shape of the operand of this index, which is read later.
   Shape operand_shape(const char* name, size_t index) {

@@ -17,6 +17,7 @@ from jaxnorm.ops.quantized_dot import op as quantized_dot
 from jaxnorm.primitive import fallback, reasons, weights
 from jaxnorm.primitive.batching import CASES
 from jaxnorm.primitive.decide import ALONE, Call, Platform, Program, decide
+from jaxnorm.primitive.family import Family
 from jaxnorm.primitive.registry import functions
 from jaxnorm.primitive.weights import LONGEST as LONGEST_PER_HEAD
 from jaxnorm.quantization import GROUP_SIZES

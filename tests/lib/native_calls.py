@@ -47,6 +47,7 @@ WRONG_VALUES: Mapping[str, tuple[Any, ...]] = {
     "norm": ("batch", "none"),  # with scales
     "rotary_dim": (*map(np.int64, (-2, 0, 7)), _BEYOND),
     "segments": (*map(np.int64, (-1, 7, 1 << 31)), _BEYOND),
+    "window": (*map(np.int64, (-1, 0, 1 << 31)), _BEYOND),
 }
 ANY_VALUE = ("epsilon", "scale", "scale_offset", "soft_cap")
 
@@ -190,7 +191,7 @@ def malformed_operands(call: Call) -> Changes:
     """The like of operands and attributes."""
     yield from _malformed_buffers(call, "operands")
     for name, value in call.attributes.items():
-        if name not in _later_flags():
+        if name not in _later():
             yield f"no {name}", call.but(**{name: None})
             if name.startswith(("has_", "with_")):
                 yield f"{name} denied", call.but(**{name: not value})
@@ -246,7 +247,7 @@ def _other_shapes(shape: tuple[int, ...], others: list[tuple[int, ...]]) -> Iter
 
 def doubtful(call: Call) -> Changes:
     """Changes that some readers take: for results as of the call itself, all operands being 1."""
-    for name in _later_flags().intersection(call.attributes):
+    for name in _later().intersection(call.attributes):
         if call.attributes[name]:
             yield f"no {name}", call.but(**{name: None})
             yield f"{name} denied", call.but(**{name: False})
@@ -270,10 +271,10 @@ def _retyped(value):
 
 
 @cache
-def _later_flags() -> frozenset[str]:
-    """The flags that programs of before do not have: where one is missing it is not set."""
+def _later() -> frozenset[str]:
+    """The attributes that programs of before do not have: where a flag is missing it is not set."""
     texts = (file.read_text() for file in _SOURCES.rglob("*.h"))
-    return frozenset(name for text in texts for name in re.findall(r'later_flag\("(\w+)"\)', text))
+    return frozenset(name for text in texts for name in re.findall(r'(?:later_flag|has_attribute)\("(\w+)"\)', text))
 
 
 ROWS, COLS = 48, 64

@@ -65,6 +65,14 @@ MALFORMED = {
         "group does not divide it",
     ),
     "starts without lengths": (lambda: masked("softmax_bwd", X, X, WHERE, STARTS, has_lengths=False), "but no lengths"),
+    "a window without lengths": (
+        lambda: masked("softmax_bwd", X, X, WHERE, has_lengths=False, has_starts=None, window=np.int64(3)),
+        "but no lengths",
+    ),
+    "a window beside starts": (
+        lambda: masked("softmax_bwd", X, X, STARTS, WHERE, STARTS, window=np.int64(3)),
+        "starts beside a window",
+    ),
     **{
         f"{norm} of {what}": (partial(of_heads, norm, *shapes), "scale is")
         for norm in table.PER_HEAD

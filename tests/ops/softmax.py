@@ -1,5 +1,6 @@
 """Softmax and log-softmax: their rows and that of cross-entropy; masks of every form, causal ones, axes, long rows."""
 
+import dataclasses
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from cases import ALONE, DTYPES, assert_near, bits, draw, draw_x
 from coverage import cover
 from hlo import collectives, compiled_text, count_native_calls, lowered_calls
+from internals import Family
 from jax import export
 from jax.sharding import AxisType, PartitionSpec as P
 from meshes import mesh_of, on_mesh
@@ -337,6 +339,22 @@ def test_offset_and_window(name, offset, window, rows, with_where, traced):
     hidden = 0 if name == "softmax" else -np.inf
     np.testing.assert_array_equal(np.asarray(jit(function)(x))[~where], hidden)
     np.testing.assert_array_equal(np.asarray(actual[1])[~where], 0)
+
+
+# In programs of before a window is an array, of where it begins.
+@pytest.mark.on_emulator
+@cover(name=list(OURS), rows=[(7, 9), (33, 40)], with_where=[False, True])
+def test_a_window_of_before(monkeypatch, name, rows, with_where):
+    x, given = draw_x((2, 3, *rows)), {"where": mask_of((2, 1, *rows))} if with_where else {}
+    of, call = finite(partial(OURS[name], causal=True, offset=2, window=5, **given)), Family.__call__
+
+    def former(family, spec, operands, implementation):
+        starts = jnp.maximum(operands.lengths, 0) - spec.window
+        return call(family, dataclasses.replace(spec, window=None), operands._replace(starts=starts), implementation)
+
+    expected = derivatives(of, x)
+    monkeypatch.setattr(Family, "__call__", former)
+    assert bits(derivatives(of, x)) == bits(expected)
 
 
 # As in decoding: each row with what was before it is that of the whole.

@@ -118,16 +118,18 @@ def _normalised(name: str, family: Family[Softmax, Operands, Results], x: Any, g
     scale: Any = check_logit_scale(name, given.logit_scale)
     wide = dims.wide_dtype([x.dtype, out_dtype])
     is_traced = isinstance(scale, jax.Array)
+    mask = check_mask(name, given.where, given.causal, x, axes)
     spec = Softmax(
         axes=axes,
         scale=1.0 if is_traced else scale,
         is_widened=is_traced and x.dtype != wide,
         with_top=family is LOG_SOFTMAX,
+        window=mask.window,
         compute_dtype=wide,
         out_dtype=out_dtype,
         **choice.asks(name),
         shards=checks.check_axis_name(name, given.axis_name),
     )
-    operands = Operands(x, *check_mask(name, given.where, given.causal, x, axes))
+    operands = Operands(x, mask.where, mask.lengths)
     operands = times(spec, operands, scale) if is_traced else operands
     return family(spec, operands, choice.implementation).y

@@ -40,7 +40,7 @@ def check_mask(function: str, where: object, causal: Causal, x: jax.Array, axes:
 
 
 def _seen(function: str, given: Causal, x: jax.Array, axes: tuple[int, ...]) -> Mask:
-    """Of each row the columns from starts on, if it has any, and before lengths; nothing where it is not causal."""
+    """Of each row the columns before lengths, and of these the last of a window; nothing where it is not causal."""
     window, offset = _window(function, given.window), _number_or_array(function, given.offset)
     if not checks.check_flag(function, "causal", given.causal):
         if window is not None or not (isinstance(offset, int) and offset == 0):
@@ -62,9 +62,8 @@ def _seen(function: str, given: Causal, x: jax.Array, axes: tuple[int, ...]) -> 
         lengths, offset = broadcast.alike(x, lengths, _offset_by_rows(function, offset, x))
         lengths = broadcast.fitted(x, lengths + offset)
     queries = x.shape[-2]  # it may be symbolic
-    if window is None or (isinstance(queries, int) and window >= queries + most):
-        return Mask(None, lengths)
-    return Mask(None, lengths, jnp.maximum(lengths, 0) - min(window, np.iinfo(np.int32).max))
+    hides = window is not None and not (isinstance(queries, int) and window >= queries + most)
+    return Mask(lengths=lengths, window=window if hides else None)
 
 
 def _window(function: str, value: object) -> int | None:
@@ -73,7 +72,7 @@ def _window(function: str, value: object) -> int | None:
     window = checks.check_int(function, "window", value, "None is without one")
     if window < 1:
         raise ValueError(f"{function}: window must be positive, got {window}; None is without one.")
-    return window
+    return min(window, np.iinfo(np.int32).max)
 
 
 def _number_or_array(function: str, value: object) -> int | jax.Array:

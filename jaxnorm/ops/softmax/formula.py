@@ -33,6 +33,7 @@ class Softmax(RowSpec):
     scale: float
     is_widened: bool = False  # whether x is of a half type, times a traced scale in the compute dtype
     with_top: bool = False  # of log-softmax: whether a statistic is the largest w, and the other relative to that
+    window: int | None = None  # how many columns before its length a row has at most
 
     @property
     def logits(self) -> LogitScale:
@@ -43,7 +44,7 @@ class Operands(NamedTuple):
     x: jax.Array
     where: jax.Array | None = None
     lengths: jax.Array | None = None  # of a row the columns before it count
-    starts: jax.Array | None = None  # and of these the columns from it on
+    starts: jax.Array | None = None  # and of these the columns from it on, in programs of before
 
 
 class Results(NamedTuple):
@@ -72,12 +73,15 @@ class Variables(NamedTuple, Generic[T]):
 
 
 def softmax(spec: Softmax, operands: Operands) -> tuple[Results, Statistics]:
-    x, *mask = operands
-    counts, scale = counted(spec, x, Mask(*mask)), spec.logits
-    e = exponentials(spec, scale, scale.w(_wide(spec, x, counts)), counts)
+    counts, scale = _counts(spec, operands), spec.logits
+    e = exponentials(spec, scale, scale.w(_wide(spec, operands.x, counts)), counts)
     # A row in which no column counts is one of zeros; one of nothing but -inf is no number.
     y = only(counts, e.each / jnp.where(e.top == -jnp.inf, 1, e.sum))
     return Results(y.astype(spec.out_dtype)), ()
+
+
+def _counts(spec: Softmax, arrays: Operands | SavedOfSoftmax | SavedOfLog) -> jax.Array | None:
+    return counted(spec, arrays[0], Mask(arrays.where, arrays.lengths, arrays.starts, spec.window))
 
 
 def _wide(spec: Softmax, v: jax.Array, counts: jax.Array | None) -> jax.Array:
@@ -86,14 +90,12 @@ def _wide(spec: Softmax, v: jax.Array, counts: jax.Array | None) -> jax.Array:
 
 def times(spec: Softmax, operands: Operands, scale: jax.Array) -> Operands:
     """With x times a traced scale, in the compute dtype, whose gradient sees no column that does not count."""
-    x, *mask = operands
-    return operands._replace(x=_wide(spec, x, counted(spec, x, Mask(*mask))) * scale.astype(spec.compute_dtype))
+    return operands._replace(x=_wide(spec, operands.x, _counts(spec, operands)) * scale.astype(spec.compute_dtype))
 
 
 def log_softmax(spec: Softmax, operands: Operands) -> tuple[Results, Statistics]:
-    x, *mask = operands
-    counts, scale = counted(spec, x, Mask(*mask)), spec.logits
-    e = exponentials(spec, scale, scale.w(_wide(spec, x, counts)), counts)
+    counts, scale = _counts(spec, operands), spec.logits
+    e = exponentials(spec, scale, scale.w(_wide(spec, operands.x, counts)), counts)
     log_sum = of_whole_row(e.log_sum, e.top)
     y = only(counts, e.differences - log_sum, -jnp.inf)
     stats = (log_sum, e.top) if spec.with_top else (log_sum + scale.unit * origin_of(e.top),)
@@ -102,7 +104,7 @@ def log_softmax(spec: Softmax, operands: Operands) -> tuple[Results, Statistics]
 
 def _derivative(spec: Softmax, saved: SavedOfSoftmax, v: jax.Array) -> jax.Array:
     """The derivative of softmax by x applied to v; it is symmetric, so it serves both directions."""
-    counts = counted(spec, saved.y, Mask(saved.where, saved.lengths, saved.starts))
+    counts = _counts(spec, saved)
     y, v = (_wide(spec, array, counts) for array in (saved.y, v))
     return only(counts, spec.scale * y * (v - sum_over_row(spec, v * y)))
 
@@ -121,9 +123,7 @@ def plain(spec: Softmax, operands: Operands) -> Results:
 def _plain_jvp(spec: Softmax, primals: Any, dots: Any) -> tuple[Results, Results]:
     (operands,), (moving,) = primals, dots
     results = plain(spec, operands)
-    return results, linear(
-        spec, SavedOfSoftmax(results.y, operands.lengths, operands.where, operands.starts), Variables(moving.x)
-    )
+    return results, linear(spec, SavedOfSoftmax(results.y, operands.lengths, operands.where), Variables(moving.x))
 
 
 def backward(
@@ -140,7 +140,7 @@ class _Shares(NamedTuple):
 
     @classmethod
     def of(cls, spec: Softmax, saved: SavedOfLog) -> "_Shares":
-        counts, scale = counted(spec, saved.x, Mask(saved.where, saved.lengths, saved.starts)), spec.logits
+        counts, scale = _counts(spec, saved), spec.logits
         log_sum, *rest = saved.stats
         top = rest[0] if rest else None
         differences = scale.differences(scale.w(_wide(spec, saved.x, counts)), top)

@@ -22,11 +22,11 @@ def _types(spec: Softmax, operands: Operands) -> Results:
 
 
 def _attributes(spec: Softmax, _: Any) -> dict[str, Any]:
-    return {"scale": np.float32(spec.scale)}
+    return {"scale": np.float32(spec.scale)} | ({"window": np.int64(spec.window)} if spec.window is not None else {})
 
 
-def _log_attributes(spec: Softmax, _: Any) -> dict[str, Any]:
-    return {"scale": np.float32(spec.scale), "with_top": spec.with_top}
+def _log_attributes(spec: Softmax, operands: Any) -> dict[str, Any]:
+    return {**_attributes(spec, operands), "with_top": spec.with_top}
 
 
 def _slower(_: Softmax, rows: CallRows) -> str | None:

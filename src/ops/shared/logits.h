@@ -24,8 +24,14 @@ struct Mask {
   BroadcastRows where_rows;
   const int32_t* lengths = nullptr;  // of a row the columns before lengths[row] count; null: all do
   BroadcastRows lengths_rows;
-  const int32_t* starts = nullptr;  // and of these the columns from starts[row] on; null: all do, as without lengths
-  BroadcastRows starts_rows;
+  // Of rows with a window, which have lengths, only the columns from max(lengths[row], 0) - window on count, or in
+  // programs of before, which have starts, those from starts[row] on.
+  const int32_t* starts = nullptr;
+  union {
+    int32_t window = 0;  // without starts
+    BroadcastRows starts_rows;
+  };
+  bool has_window() const { return starts || window > 0; }
   explicit operator bool() const { return where || lengths; }
 };
 

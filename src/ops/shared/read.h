@@ -39,10 +39,19 @@ inline void read_lengths(Reader& in, const RowShapes& rows, Mask& mask) {
   mask.lengths = static_cast<const int32_t*>(in.broadcast_operand("lengths", rows, 1, ffi::S32, &mask.lengths_rows));
 }
 
-inline void read_starts(Reader& in, const RowShapes& rows, Mask& mask) {
-  if (!in.later_flag("has_starts")) return;
-  in.require(mask.lengths, "there are starts, but no lengths");
-  mask.starts = static_cast<const int32_t*>(in.broadcast_operand("starts", rows, 1, ffi::S32, &mask.starts_rows));
+// Where the columns that count begin: programs of before have an array of that, others one number for all rows.
+inline void read_window(Reader& in, const RowShapes& rows, Mask& mask) {
+  if (in.later_flag("has_starts")) {
+    mask.starts_rows = {};
+    mask.starts = static_cast<const int32_t*>(in.broadcast_operand("starts", rows, 1, ffi::S32, &mask.starts_rows));
+  }
+  if (in.has_attribute("window")) {
+    const int64_t window = in.attribute<int64_t>("window");
+    in.require(window > 0 && window <= INT32_MAX, "window is not positive, or more than kernels count");
+    in.require(!mask.starts, "there are starts beside a window");
+    mask.window = static_cast<int32_t>(window);
+  }
+  in.require(!mask.has_window() || mask.lengths, "there are starts or a window, but no lengths");
 }
 
 // group: how many neighbouring columns share a scale; 0: all of a row.

@@ -19,7 +19,7 @@ SoftmaxForward read_softmax(Reader& in) {
   p.x = in.operand("x", rows.x);
   read_where(in, rows, p.mask);
   read_lengths(in, rows, p.mask);
-  read_starts(in, rows, p.mask);
+  read_window(in, rows, p.mask);
   p.y = in.result("y", rows.x);
   in.require(is_supported(p.x.dtype, p.y.dtype), "x and y have different dtypes and neither is F32");
   if (LOG && in.has_result(rows.statistics)) {
@@ -41,7 +41,7 @@ inline SoftmaxBackward read_softmax_grad(Reader& in) {
   p.y = in.operand("y", rows.x, p.dy.dtype);
   read_lengths(in, rows, p.mask);
   if (in.later_flag("has_where")) read_where_operand(in, rows, p.mask);
-  read_starts(in, rows, p.mask);
+  read_window(in, rows, p.mask);
   p.dx = in.result("dx", rows.x);
   in.require(is_supported(p.dy.dtype, p.dx.dtype), "dy and dx have different dtypes and neither is F32");
   return p;
@@ -61,7 +61,7 @@ inline LogSoftmaxBackward read_log_softmax_grad(Reader& in) {
   if (in.later_flag("with_top")) p.top = in.f32_operand("top", rows.statistics);
   read_where(in, rows, p.mask);
   read_lengths(in, rows, p.mask);
-  read_starts(in, rows, p.mask);
+  read_window(in, rows, p.mask);
   p.dx = in.result("dx", rows.x, p.x.dtype);
   return p;
 }

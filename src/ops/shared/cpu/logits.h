@@ -65,8 +65,12 @@ struct RowMask {
   // A function of its own: its divisions would stand in every loop over rows.
   [[gnu::noinline]] static RowMask find(const Mask& mask, int64_t row, int64_t cols) {
     const auto within = [](int64_t column, int64_t cols) { return column < 0 ? 0 : column < cols ? column : cols; };
-    const int64_t end = mask.lengths ? within(mask.lengths[row_of(mask.lengths_rows, row)], cols) : cols;
-    const int64_t begin = mask.starts ? within(mask.starts[row_of(mask.starts_rows, row)], end) : 0;
+    const int64_t length = mask.lengths ? mask.lengths[row_of(mask.lengths_rows, row)] : cols;
+    const int64_t end = within(length, cols);
+    const int64_t first = mask.starts       ? mask.starts[row_of(mask.starts_rows, row)]
+                          : mask.window > 0 ? std::max<int64_t>(length, 0) - mask.window
+                                            : 0;
+    const int64_t begin = within(first, end);
     const uint8_t* const where = mask.where ? mask.where + row_of(mask.where_rows, row) * cols + begin : nullptr;
     return {where, begin, end - begin};
   }

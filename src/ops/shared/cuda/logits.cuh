@@ -124,7 +124,7 @@ class LogitRow {
     row_ = row;
     scale_ = &p.logits;
     if constexpr (kHoldsValues) holds_t_ = p.log;
-    if constexpr (kMasked) mask_ = MASK::of(p.mask_rows, index, p.cols);
+    if constexpr (kMasked) mask_ = MASK::of(p.mask_rows, index, p.cols, p.mask.window);
     if constexpr (kHasWindow && Tile::STREAMED) p.fill_outside(columns(group), index);
     if constexpr (Tile::PIPELINED) {
       row_ += first_of_thread<Tile>(group);

@@ -105,7 +105,7 @@ struct MaskLaunch {
         where_rows(mask.where_rows),
         lengths_rows(mask.lengths_rows),
         starts(mask.starts),
-        starts_rows(mask.starts_rows) {}
+        starts_rows(mask.starts ? mask.starts_rows : BroadcastRows{}) {}
 };
 
 // The masks of one row are of three types, for kernels of their own.
@@ -134,7 +134,8 @@ struct RowMask {
   const uint8_t* where = nullptr;  // null: all columns before `length` count
   int64_t length = 0;              // of 0 to the number of columns
 
-  __device__ static RowMask of(const MaskLaunch& launch, int64_t row, int64_t cols) {
+  // window: as of Mask, for rows that have one.
+  __device__ static RowMask of(const MaskLaunch& launch, int64_t row, int64_t cols, [[maybe_unused]] int window = 0) {
     RowMask mask{nullptr, cols};
     if (launch.lengths)
       mask.length = max(int64_t{0}, min(cols, int64_t{__ldg(launch.lengths + launch.lengths_rows.of_row(row))}));
@@ -183,9 +184,13 @@ struct WindowMask : RowMask {
 
   int64_t begin = 0;  // at most `length`
 
-  __device__ static WindowMask of(const MaskLaunch& launch, int64_t row, int64_t cols) {
-    WindowMask mask{RowMask::of(launch, row, cols)};
-    mask.begin = max(int64_t{0}, min(mask.length, int64_t{__ldg(launch.starts + launch.starts_rows.of_row(row))}));
+  __device__ static WindowMask of(const MaskLaunch& launch, int64_t row, int64_t cols, int window) {
+    WindowMask mask;
+    const int length = max(0, __ldg(launch.lengths + launch.lengths_rows.of_row(row)));
+    const int first = launch.starts ? __ldg(launch.starts + launch.starts_rows.of_row(row)) : length - window;
+    mask.length = min(cols, int64_t{length});
+    mask.begin = min(mask.length, int64_t{max(0, first)});
+    if (launch.where) mask.where = launch.where + launch.where_rows.of_row(row) * cols;
     return mask;
   }
 

@@ -197,7 +197,7 @@ cudaError_t launch_windows(const SoftmaxCall& p, const Plan& plan, cudaStream_t 
 template <typename X>
 cudaError_t run_softmax(const SoftmaxForward& p, const Plan& plan, cudaStream_t stream) {
   const SoftmaxCall call(p);
-  if (p.mask.starts)
+  if (p.mask.has_window())
     return with_regime<WindowRegimes>(
         plan, [&](auto regime) { return launch_windows<X, decltype(regime)>(call, plan, stream); });
   return with_regime<ForwardRegimes<sizeof(X)>>(
@@ -207,7 +207,7 @@ cudaError_t run_softmax(const SoftmaxForward& p, const Plan& plan, cudaStream_t 
 // Its rows are those of an RMSNorm: read once, and written. Those with a window have a plan of their own.
 Outcome run(const SoftmaxForward& p, Stream stream) {
   if (p.rows == 0) return {cudaSuccess};
-  const Plan plan = p.mask.starts
+  const Plan plan = p.mask.has_window()
                         ? make_window_plan(p.x.dtype, p.cols)
                         : make_forward_plan(/*centred=*/false, p.x.dtype, p.cols, current_device().max_cluster());
   return {with_dtype(p.x.dtype, [&](auto type) { return run_softmax<decltype(type)>(p, plan, stream); })};

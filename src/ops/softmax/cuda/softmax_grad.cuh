@@ -101,6 +101,7 @@ struct SoftmaxGradCall {
   Scale scale;
   MaskLaunch mask;
   uint32_t zero = 0;  // as the compiler does not know
+  int window = 0;
 
   // Writes zeros beside the window of a row; dx is of this type, or of any.
   template <typename T>
@@ -216,7 +217,7 @@ class BothRows {
  private:
   __device__ void fetch(const SoftmaxGradCall& p, int64_t row) {
     scalars = Op::Dx::fetch(p, row);
-    if constexpr (Mask::kMasks) mask_ = Mask::of(p.mask, row, p.cols);
+    if constexpr (Mask::kMasks) mask_ = Mask::of(p.mask, row, p.cols, p.window);
   }
 
   Mask mask_;
@@ -424,7 +425,7 @@ cudaError_t launch_softmax_grad(const SoftmaxGradCall& p, const Mask& mask, cuda
 
 template <typename Dx, typename T>
 cudaError_t softmax_grad_as(const SoftmaxGradCall& p, const Mask& mask, cudaStream_t stream) {
-  if (mask.starts) return launch_softmax_grad<SoftmaxGradOp<Dx, T, WindowMask>>(p, mask, stream);
+  if (mask.has_window()) return launch_softmax_grad<SoftmaxGradOp<Dx, T, WindowMask>>(p, mask, stream);
   if constexpr (!std::is_same_v<T, AnyElement>)
     if (!mask) return launch_softmax_grad<SoftmaxGradOp<Dx, T, NoMask>>(p, mask, stream);
   return launch_softmax_grad<SoftmaxGradOp<Dx, T, RowMask>>(p, mask, stream);
@@ -432,14 +433,16 @@ cudaError_t softmax_grad_as(const SoftmaxGradCall& p, const Mask& mask, cudaStre
 
 template <typename T>
 cudaError_t softmax_grad_of(const SoftmaxBackward& p, cudaStream_t stream) {
-  return softmax_grad_as<SoftmaxDx, T>({p.rows, p.cols, p.dy, p.y, nullptr, nullptr, p.dx, p.scale, MaskLaunch(p.mask)},
-                                       p.mask, stream);
+  return softmax_grad_as<SoftmaxDx, T>(
+      {p.rows, p.cols, p.dy, p.y, nullptr, nullptr, p.dx, p.scale, MaskLaunch(p.mask), 0, p.mask.window}, p.mask,
+      stream);
 }
 
 template <typename T>
 cudaError_t log_softmax_grad_of(const LogSoftmaxBackward& p, cudaStream_t stream) {
   return softmax_grad_as<LogSoftmaxDx, T>(
-      {p.rows, p.cols, p.dy, p.x, p.log_sum, p.top, p.dx, p.scale, MaskLaunch(p.mask)}, p.mask, stream);
+      {p.rows, p.cols, p.dy, p.x, p.log_sum, p.top, p.dx, p.scale, MaskLaunch(p.mask), 0, p.mask.window}, p.mask,
+      stream);
 }
 
 }  // namespace jaxnorm::cuda
