@@ -143,11 +143,11 @@ def _why_not_in(program: Program, call: Call) -> str | None:
 
 
 def check_native(call: Call) -> None:
-    """An error where a call must be native, and no kernel serves it on JAX's default platform."""
+    """An error where a call must be native, and no kernel serves it on JAX's default platform, or on any."""
     if call.native_for:
-        decision = decide(Platform.here(compat.default_platform()), call)
-        if decision.how == "error":
-            raise cannot_serve(call.native_for, str(decision.why))
+        why = call.nowhere() or decide(Platform.here(compat.default_platform()), call).why
+        if why is not None:
+            raise cannot_serve(call.native_for, why)
 
 
 def cannot_serve(function: str, reason: str) -> RuntimeError:
