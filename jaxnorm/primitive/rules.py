@@ -136,6 +136,7 @@ class Rules:
     native: Any = None
     of_shard: Any = None
     dim_maps: Any = None
+    is_product = False  # whether none of its arrays has all axes
     on_device: Any = staticmethod(lambda spec, _: spec)
     described: Any = None
 
@@ -164,7 +165,7 @@ class Rules:
     def lower(self) -> None:
         """Says how it becomes code."""
         if self.dim_maps is not None:
-            partition.register(self.primitive, self.dim_maps, is_product=True, on_device=self.on_device)
+            partition.register(self.primitive, self.dim_maps, is_product=self.is_product, on_device=self.on_device)
         if self.call is None:
             lowering.register_formula(self.primitive, self.formula)
         else:

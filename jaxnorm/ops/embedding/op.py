@@ -183,6 +183,8 @@ def _split(aval: Any) -> PartitionSpec | None:
 
 
 class _Sum(_ByIds):
+    is_product = True
+
     def abstract(self, *leaves: Any, tree: Any, spec: SegmentSum) -> list[Any]:
         return [formula.result_type(spec, Positions(*leaves))]
 

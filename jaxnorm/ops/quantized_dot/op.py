@@ -126,6 +126,8 @@ def _operands(tree: Any, leaves: Any) -> Operands:
 class Product(Still):
     """A product by cuBLASLt, which takes both matrices with what is summed as the last axis."""
 
+    is_product = True
+
     def bind(self, spec: QuantizedDot, operands: Operands) -> jax.Array:
         (y,) = rules.bind(self.primitive, tuple(operands), spec=spec)
         return y
