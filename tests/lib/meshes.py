@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from contextlib import nullcontext
 from functools import partial
 
 import jax
@@ -37,9 +38,9 @@ def placed(mesh, args, specs):
     return [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip(args, specs, strict=True)]
 
 
-def on_mesh(mesh, function, args, specs, **options):
+def on_mesh(mesh, function, args, specs, *, is_set=True, **options):
     """What a function gives on a mesh of operands that are split so, and the text of its program; options of jit."""
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(mesh) if is_set else nullcontext():
         spread = placed(mesh, args, specs)
         compiled = jax.jit(function, **options).lower(*spread).compile()
         return compiled(*spread), compiled.as_text()
