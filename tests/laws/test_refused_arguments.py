@@ -185,7 +185,10 @@ REFUSED = {
     "dtype": (("int8", TypeError, ("floating", "int8")), (TorchDtype(), TypeError, ("did you mean bfloat16",))),
     "out_sharding": ((("a",), TypeError, ("PartitionSpec", "got tuple")),),
     **dict.fromkeys(("ids", "segment_ids"), NO_NUMBERS),
-    "num_segments": (*((n, TypeError, ("int", repr(n))) for n in (2.0, True)), (-1, ValueError, ("negative", "-1"))),
+    "num_segments": (
+        *((n, TypeError, ("int", repr(n), "how many sums")) for n in (2.0, True)),
+        (-1, ValueError, ("negative", "-1")),
+    ),
     **dict.fromkeys(("multiply_before_cast", "gate_first", "interleaved", "causal", "indices_are_sorted"), FLAG),
     **dict.fromkeys(("straight_through", "with_unquantized", "return_logsumexp"), FLAG),
     **dict.fromkeys(
