@@ -1,6 +1,7 @@
-"""Bad input of each op, and what no kernel serves anywhere."""
+"""Calls of each public function: valid ones, bad input of each op, and what no kernel serves anywhere."""
 
 import inspect
+import math
 import re
 from functools import partial
 
@@ -12,18 +13,18 @@ from op import call, named
 import jaxnorm
 from jaxnorm import Quantization
 
-X, SCALE = jnp.ones((3, 4, 8)), jnp.ones(8)
+X, SCALE, INT8 = jnp.ones((3, 4, 8)), jnp.ones(8), Quantization("int8")
 TOKENS, LABELS = jnp.ones((2, 3, 2, 8)), jnp.zeros((3, 4), "int32")
 
 # A valid call: what is required by a function, by the names of its parameters.
 VALID = dict.fromkeys(("x", "logits", "residual", "gate", "data"), X) | dict.fromkeys(("labels", "ids"), LABELS)
 VALID |= {"q": TOKENS, "k": TOKENS[:, :, :1], "qkv": jnp.ones((2, 3, 4, 8)), "heads": 2, "kv_heads": 1}
 VALID |= {"kernel": jnp.ones((8, 5)), "table": jnp.ones((5, 8)), "segment_ids": LABELS[:, 0]}
-VALID |= {"gate_first": True, "quantization": Quantization("int8")}
+VALID |= {"gate_first": True, "quantization": INT8}
 OWN = {
     "group_norm": {"num_groups": 2},
     "sample": {"uniform": 0.5},
-    "quantized_dot": {"kernel": jaxnorm.quantize_kernel(jnp.ones((8, 5)), Quantization("int8"))},
+    "quantized_dot": {"kernel": jaxnorm.quantize_kernel(jnp.ones((8, 5)), INT8)},
 }
 
 
@@ -37,6 +38,42 @@ def required_by(function):
 
 def valid(function):
     return {name: VALID[name] for name in required_by(function)} | OWN.get(function, {})
+
+
+def _qkv_norm_rotary(x):
+    packed = math.prod(x.shape[-2:-1])
+    kv_heads = packed // (3 if packed % 6 else 6)
+    heads = packed - 2 * kv_heads
+    scale, positions = jnp.ones(x.shape[-1:]), jnp.zeros(x.shape[:-2], int)
+    return jaxnorm.qkv_norm_rotary(x, scale, scale, positions, heads=heads, kv_heads=kv_heads)
+
+
+def _labels(x):
+    return jnp.zeros(x.shape[:-1], int)
+
+
+def _square(x):
+    return jnp.zeros((x.shape[-1], x.shape[-1]))
+
+
+# What a call of an x has for each parameter that is required beside it; and calls that want more.
+BESIDE = {"residual": lambda x: x, "gate": lambda x: x, "gate_first": lambda _: True, "quantization": lambda _: INT8}
+BESIDE |= {"labels": _labels, "kernel": _square}
+OF_X = {
+    "embedding": lambda x: jaxnorm.embedding(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), _labels(x)),
+    "group_norm": lambda x: jaxnorm.group_norm(x, num_groups=math.gcd(32, x.shape[-1])),
+    "qk_norm_rotary": lambda x: jaxnorm.qk_norm_rotary(x, x, positions=jnp.zeros(x.shape[:-2], int)),
+    "qkv_norm_rotary": _qkv_norm_rotary,
+    "quantized_dot": lambda x: jaxnorm.quantized_dot(x, jaxnorm.quantize_kernel(_square(x), INT8)),
+    "sample": lambda x: jaxnorm.sample(x, uniform=0.5, return_log_prob=True),
+    "segment_sum": lambda x: jaxnorm.segment_sum(x, jnp.zeros(x.shape[:1], int), 8),
+}
+
+
+def of_x(name):
+    """A call of this function, of an x of any shape that it takes."""
+    function, (_, *others) = getattr(jaxnorm, name), required_by(name)
+    return OF_X.get(name, lambda x: function(x, **{other: BESIDE[other](x) for other in others}))
 
 
 def in_order(function, parts) -> str:

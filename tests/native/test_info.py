@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import jaxlib
 import numpy as np
 import pytest
-from calls import of_x
+from bad_calls import of_x
 from internals import choose_fastest, functions, reasons
 from native import is_built, without_cuda
 from table import OPS
@@ -50,9 +50,10 @@ def test_what_is_there(info):
 
 
 @pytest.mark.needs("kernels")
-def test_the_default_call_is_native(info):
-    platform, report = {"cpu": "cpu", "gpu": "cuda"}[jax.default_backend()], call(info)
-    assert (report["implementation"], report["platform"]) == ("native", platform)
+def test_calls_by_default_are_native(info):
+    reports = call(info), call(info, "--op", "qk_norm_rotary", *HEADS[:2])
+    platform = {"cpu": "cpu", "gpu": "cuda"}[jax.default_backend()]
+    assert [(report["implementation"], report["platform"]) for report in reports] == [("native", platform)] * 2
 
 
 @pytest.mark.needs("kernels")
@@ -119,11 +120,6 @@ def test_where_the_formula_runs(info, arguments, why):
     report = call(info, *arguments)
     assert report["implementation"] == "xla"
     assert why in report["why"]
-
-
-@pytest.mark.needs("kernels")
-def test_queries_and_keys_are_native(info):
-    assert call(info, "--op", "qk_norm_rotary", *HEADS[:2])["implementation"] == "native"
 
 
 @pytest.mark.needs("kernels")
@@ -227,9 +223,17 @@ def test_of_two_directions_one_has_a_kernel(info, op, way, other):
     assert report["why"].startswith("XLA's code is asked for under")
 
 
+BAD = (
+    *("--shape 4,4", "--axes 3", "--axes 0", "--op gated_rms_norm --axes 2", "--out-dtype int8"),
+    *(f"--op gated_rms_norm {' '.join(HEADS)}", "--op rms_norm_quantized --out-dtype bfloat16"),
+    *(f"--shape 8x128 --scale-shape {shape}" for shape in ("64", "4x128", "2x8x128")),
+)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        *((arguments.split(), "error: ") for arguments in BAD),
         (("--dtype", "bf16"), "'bf16' is no dtype; did you mean bfloat16?"),
         (("--dtype", "number"), "expected one of bfloat16, float16, float32, float4_e2m1fn, float64, float8"),
         (("--dtype", "int8"), "--dtype is int8, expected one of bfloat16, float16, float32, float64."),
@@ -250,19 +254,6 @@ def test_errors_name_the_remedy(info, capsys, arguments, message):
     with pytest.raises(SystemExit, match="2"):
         info(*arguments)
     assert message in capsys.readouterr().err
-
-
-BAD = (
-    *("--shape 4,4", "--axes 3", "--axes 0", "--op gated_rms_norm --axes 2", "--dtype int8", "--out-dtype int8"),
-    *(f"--op gated_rms_norm {' '.join(HEADS)}", "--op rms_norm_quantized --out-dtype bfloat16"),
-    *(f"--shape 8x128 --scale-shape {shape}" for shape in ("64", "4x128", "2x8x128")),
-)
-
-
-@pytest.mark.parametrize("arguments", BAD)
-def test_bad_arguments(info, arguments):
-    with pytest.raises(SystemExit, match="2"):
-        info(*arguments.split())
 
 
 SHAPES = ("8x64", "8x63", "64", "0x64", "8x0", "2x3x4x96", "5x1x64", "2x2x7", "1x1")
