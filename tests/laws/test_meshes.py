@@ -19,7 +19,7 @@ from cases import DTYPES, assert_close, assert_near, bits, draw
 from coverage import cover, over
 from hlo import collectives, count_native_calls
 from jax.sharding import AxisType, PartitionSpec as P
-from meshes import gradients
+from meshes import gradients, results
 
 import jaxnorm
 
@@ -58,11 +58,6 @@ by_feature = over(
     mode=lambda op: ["auto", "explicit", meshes.PARTLY_MANUAL],
     spec=part_specs,
 )
-
-
-def results(op, transform=lambda function: function):
-    # Not dequantised in the same program: XLA on a GPU may leave the rounding out then.
-    return transform(lambda *args: [r for r in op.function(*args, **meshes.size_of(op).options) if r.ndim][:2])
 
 
 def run(of, devices, op, mode, spec):
@@ -173,9 +168,7 @@ def test_gradients_of_a_product(devices, mode, reduction, dtypes, rows_per_chunk
     def gradients_of(of):
         return jax.grad(lambda *args: sum(value.astype("float32").sum() for value in of(*args)), (0, 1))
 
-    one, several = (
-        gradients_of(lambda *args, of=of: [of(*args, labels)]) for of in (jax.vmap(of_part, split), sharded)
-    )
+    one, several = (gradients_of(lambda *a, of=of: [of(*a, labels)]) for of in (jax.vmap(of_part, split), sharded))
     lowered = jax.jit(several).lower(*args)
     for program in (lowered, jax.jit(gradients_of(several)).lower(*args)):
         assert {*SUMMED.findall(program.as_text())} == {"f32"}

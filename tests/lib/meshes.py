@@ -73,6 +73,12 @@ def place(op, mesh, spec):
     return placed(mesh, op.draw(size_of(op)), specs_of(op, spec))
 
 
+def results(op, transform=lambda function: function, **given):
+    """Those that differ over features, or have one number for each row."""
+    # Not dequantised in the same program: XLA on a GPU may leave the rounding out then.
+    return transform(lambda *args: [r for r in op.function(*args, **size_of(op).options, **given) if r.ndim][:2])
+
+
 def gradients(op, transform=lambda function: function, **given):
     """Those of all operands, for cotangents that do not depend on the results."""
 
