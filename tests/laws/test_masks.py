@@ -192,9 +192,7 @@ def modes(function):
 
 
 def inputs(case, function, dtype):
-    args, dots = (
-        tuple(draw(f"{name} {i}", dims, dtype) for i, dims in enumerate(case.dims)) for name in ("operand", "dot")
-    )
+    args, dots = (tuple(draw(f"{of} {i}", at, dtype) for i, at in enumerate(case.dims)) for of in ("operand", "dot"))
     result = jax.eval_shape(function, *args)
     return args, dots, *(draw(name, result.shape, result.dtype) for name in ("dy", "ddy"))
 
@@ -317,9 +315,7 @@ OF_MASKS = {
 
 # Of 8192 rows of 128256 classes the booleans of all logits are a gigabyte.
 @pytest.mark.needs("kernels")
-@cover(
-    name=list(OF_MASKS), shape=[(4, 16, 1), (4, 1, 24), (1, 1, 24), (1, 16, 1), (1, 1, 1)], way=["forward", "gradient"]
-)
+@cover(name=[*OF_MASKS], shape=[(4, 16, 1), (4, 1, 24), (1, 1, 24), (1, 16, 1), (1, 1, 1)], way=["forward", "gradient"])
 def test_a_mask_is_not_written_out(name, shape, way):
     def called(implementation):
         def of(x, where):

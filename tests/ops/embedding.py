@@ -60,18 +60,9 @@ def from_the_end(ids, length):
 
 
 # What the kernels divide: whole vectors and none, chunks of the list and of a row that most positions have, long rows.
-SIZES = {
-    "short rows": (50, 7, 700),
-    "vectors": (130, 24, 700),
-    "few positions": (2000, 40, 90),
-    "many chunks": (9, 36, 9000),
-    "long rows": (40, 1100, 130),
-    "one column": (40, 1, 333),
-    "one row": (1, 12, 333),
-    "no position": (40, 12, 0),
-    "no row": (0, 12, 5),
-    "no column": (5, 0, 12),
-}
+SIZES = {"short rows": (50, 7, 700), "vectors": (130, 24, 700), "few positions": (2000, 40, 90)}
+SIZES |= {"many chunks": (9, 36, 9000), "long rows": (40, 1100, 130), "one column": (40, 1, 333)}
+SIZES |= {"one row": (1, 12, 333), "no position": (40, 12, 0), "no row": (0, 12, 5), "no column": (5, 0, 12)}
 
 
 def of(*names):
