@@ -60,14 +60,13 @@ def sharded(function):
     return jax.shard_map(function, mesh=mesh, in_specs=P("i"), out_specs=P("i"))
 
 
+def scan(function):
+    return lambda x: lax.scan(lambda c, _: (c + function(c), None), x, None, length=2)
+
+
 # How a norm may lie in a program.
-AT_ANY_DEPTH = {
-    "scan of checkpoint of jit": lambda f: (
-        lambda x: lax.scan(lambda c, _: (c + jax.checkpoint(jax.jit(f))(c), None), x, None, length=2)
-    ),
-}
-AT_ANY_DEPTH |= {"a call": lambda f: f, "jit": jax.jit, "jit of jit": lambda f: jax.jit(lambda x: jax.jit(f)(x) + 1)}
-AT_ANY_DEPTH |= {"scan": lambda f: lambda x: lax.scan(lambda c, _: (c + f(c), None), x, None, length=2)}
+AT_ANY_DEPTH = {"a call": lambda f: f, "jit": jax.jit, "jit of jit": lambda f: jax.jit(lambda x: jax.jit(f)(x) + 1)}
+AT_ANY_DEPTH |= {"scan": scan, "scan of checkpoint of jit": lambda f: scan(jax.checkpoint(jax.jit(f)))}
 AT_ANY_DEPTH |= {"while": lambda f: lambda x: lax.while_loop(lambda c: c.sum() < 9, lambda c: c + f(c), x)}
 AT_ANY_DEPTH |= {"cond": lambda f: lambda x: lax.cond(x.sum() > 0, f, lambda x: x, x), "checkpoint": jax.checkpoint}
 AT_ANY_DEPTH |= {"custom_vjp": custom_vjp, "custom_jvp": custom_jvp, "vmap": jax.vmap, "shard_map": sharded}
