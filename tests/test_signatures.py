@@ -25,7 +25,6 @@ PUBLIC = {key: value for key, value in PUBLIC.items() if inspect.isfunction(valu
 # What has another default or meaning: a norm of groups has no activation unless one is asked for, as in Flax; a layer
 # of NNX is told the heads of queries and of keys.
 OTHERS = {*((name, "activation") for name in ("group_norm", "GroupNorm", "InstanceNorm")), ("QKNormRotary", "heads")}
-# Docstrings that are longer, or have no example.
 
 
 def signatures(value):

@@ -131,6 +131,11 @@ RESHAPED, INTEGERS = {GemmaNorm: lambda norm, x: x[0]}, {Doubled: lambda model, 
 SHAPES = r".*arrays of shapes \[\(4, 16\)\], and with its own norms \[\(3, 4, 16\)\]"
 UNCHANGED = r".*no layer of Doubled was replaced: call jaxnorm\.replace_layers\(model\) first"
 NO_FLOATS = ".*the model gives no floating array: pass loss"
+NO_VALUES = r"args\[1\] is a jax.ShapeDtypeStruct, and .*; pass an array"
+TRACED = r"args\[1\] is traced, .*call compare_layers outside of jax.jit"
+OF_NNX = "expected a module of flax.linen, got Dict; see jaxnorm.compare_layers"
+NO_VARIABLES = r"variables must be a mapping with 'params', .*, got \['scale'\]"
+NOTHING = "no layer of Dense is replaced; give custom="
 LAYER, DENSE = flax.linen.LayerNorm(), flax.linen.Dense(2)
 compare, linen_compare = jaxnorm.compare_layers, jaxnorm.linen.compare_layers
 # What raises which error, of an x.
@@ -141,26 +146,11 @@ ERRORS = {
     "other shapes": (lambda x: compare(doubled(RESHAPED), x), ValueError(SHAPES)),
     "integers": (lambda x: compare(doubled(INTEGERS), x), ValueError(NO_FLOATS)),
     "loss": (lambda x: compare(doubled(), x, loss=1), TypeError("loss must be a function of a model .*, got 1")),
-    "no values": (
-        lambda x: compare(doubled(), jax.eval_shape(lambda: x)),
-        TypeError(r"args\[1\] is a jax.ShapeDtypeStruct, and .*; pass an array"),
-    ),
-    "traced": (
-        lambda x: jax.jit(partial(compare, doubled()))(x),
-        TypeError(r"args\[1\] is traced, .*call compare_layers outside of jax.jit"),
-    ),
-    "linen of nnx": (
-        lambda x: linen_compare(flax.nnx.Dict(), {}, x),
-        TypeError("expected a module of flax.linen, got Dict; see jaxnorm.compare_layers"),
-    ),
-    "no variables": (
-        lambda x: linen_compare(LAYER, {"scale": x}, x),
-        TypeError(r"variables must be a mapping with 'params', .*, got \['scale'\]"),
-    ),
-    "nothing to replace": (
-        lambda x: linen_compare(DENSE, DENSE.init(jax.random.key(0), x), x),
-        ValueError("no layer of Dense is replaced; give custom="),
-    ),
+    "no values": (lambda x: compare(doubled(), jax.eval_shape(lambda: x)), TypeError(NO_VALUES)),
+    "traced": (lambda x: jax.jit(partial(compare, doubled()))(x), TypeError(TRACED)),
+    "linen of nnx": (lambda x: linen_compare(flax.nnx.Dict(), {}, x), TypeError(OF_NNX)),
+    "no variables": (lambda x: linen_compare(LAYER, {"scale": x}, x), TypeError(NO_VARIABLES)),
+    "nothing": (lambda x: linen_compare(DENSE, DENSE.init(jax.random.key(0), x), x), ValueError(NOTHING)),
 }
 
 

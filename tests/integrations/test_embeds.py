@@ -128,13 +128,9 @@ def linen_promoted(*arrays, dtype, inexact=True):
 
 
 # Fields, and what the error of a kernel that is asked for says.
-LEFT = {
-    "promote_dtype": ({}, "promote_dtype"),
-    "dtype": ({"dtype": "complex64"}, "complex64"),
-    "integers": ({"dtype": "int32"}, "int32"),
-    "param_dtype": ({"param_dtype": "complex64"}, "complex64"),
-    "float64": ({"param_dtype": "float64"}, "float64"),
-}
+LEFT = {"promote_dtype": ({}, "promote_dtype"), "dtype": ({"dtype": "complex64"}, "complex64")}
+LEFT |= {"integers": ({"dtype": "int32"}, "int32"), "param_dtype": ({"param_dtype": "complex64"}, "complex64")}
+LEFT |= {"float64": ({"param_dtype": "float64"}, "float64")}
 
 
 @cover(api=APIS, case=LEFT)
@@ -151,19 +147,14 @@ def test_what_is_left_to_flax(api, case):
             both(api, {"implementation": "native"}, **fields)[1](table, IDS)
 
 
-def of_vmap(apply, table, ids):
-    return gradient(jax.vmap(apply, (None, 0)), table, ids.reshape(8, -1))
+PROGRAMS = {
+    "vmap": lambda apply, table, ids: gradient(jax.vmap(apply, (None, 0)), table, ids.reshape(8, -1)),
+    "tables": lambda apply, table, ids: jax.vmap(partial(gradient, apply), (0, None))(jnp.stack([table] * 2), ids)[1],
+    "remat": lambda apply, table, ids: gradient(jax.checkpoint(apply), table, ids),
+}
 
 
-def of_tables(apply, table, ids):
-    return jax.vmap(partial(gradient, apply), (0, None))(jnp.stack([table, table]), ids)[1]
-
-
-def of_remat(apply, table, ids):
-    return gradient(jax.checkpoint(apply), table, ids)
-
-
-@cover(api=APIS, program=[of_vmap, of_tables, of_remat])
+@cover(api=APIS, program=PROGRAMS)
 def test_transformations_have_the_same_sums(api, program):
     _, ours, table = both(api, dtype="bfloat16")
     assert_same(program(ours, table, MANY), summed(MANY, "float32"))
@@ -171,12 +162,8 @@ def test_transformations_have_the_same_sums(api, program):
 
 # Splits of the table, of ids, and of the result where that is said, for which Flax's own code has a derivative.
 SPLITS = [
-    (P(), P(), None),
-    (P(None, "b"), P(), None),
-    (P(), P("a"), P("a", None, None)),
-    (P(), P(), P(None, None, "b")),
-    (P("a"), P(), P("a", None, "b")),
-    (P("a", "b"), P("a"), P("a", None, None)),
+    *((P(), P(), None), (P(None, "b"), P(), None), (P(), P("a"), P("a", None, None)), (P(), P(), P(None, None, "b"))),
+    *((P("a"), P(), P("a", None, "b")), (P("a", "b"), P("a"), P("a", None, None))),
 ]
 
 

@@ -3,20 +3,13 @@
 import importlib
 import importlib.metadata
 import re
-import subprocess
-import sys
 
 import pytest
+from processes import python
 
 from jaxnorm.ops.misuse import FORMER
 
 pytestmark = pytest.mark.jax_version
-
-
-def run_python(code, tmp_path):
-    """What a fresh interpreter prints and says of an error, away from the clone's root."""
-    run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
-    return run.stdout, run.stderr
 
 
 # None in sys.modules is how Python marks a module that must not be found.
@@ -35,7 +28,7 @@ PRINTED = {
 
 @pytest.mark.parametrize("code", PRINTED)
 def test_what_is_imported(code, tmp_path):
-    assert run_python(code, tmp_path)[0] == PRINTED[code]
+    assert python(tmp_path, "-c", code).stdout == PRINTED[code]
 
 
 @pytest.mark.parametrize("name", [name for name in FORMER if name.startswith("jaxnorm.")])
@@ -64,7 +57,7 @@ MISSING = {
 
 @pytest.mark.parametrize("code", MISSING)
 def test_a_missing_library_is_named_with_its_remedy(code, tmp_path):
-    assert f"ImportError: {MISSING[code]}" in run_python(code, tmp_path)[1]
+    assert f"ImportError: {MISSING[code]}" in python(tmp_path, "-c", code).stderr
 
 
 STARTS = "Keras starts on the backend tensorflow, which is not installed; expected jax"
@@ -74,11 +67,11 @@ BACKENDS = [("tensorflow", STARTS), ("numpy", "Keras runs on the backend numpy, 
 @pytest.mark.parametrize(("backend", "message"), BACKENDS)
 def test_another_backend_of_keras(backend, message, tmp_path, monkeypatch):
     monkeypatch.setenv("KERAS_BACKEND", backend)
-    error = run_python("import jaxnorm.keras", tmp_path)[1]
+    error = python(tmp_path, "-c", "import jaxnorm.keras").stderr
     assert f"ImportError: jaxnorm.keras: {message}. Set the environment variable KERAS_BACKEND=jax" in error
 
 
 @pytest.mark.parametrize("api", ["nnx", "linen"])
 def test_a_broken_flax_shows_its_own_error(api, tmp_path):
     code = f"import sys; sys.modules['flax.core'] = None; import jaxnorm.{api}"
-    assert "import of flax.core halted" in run_python(code, tmp_path)[1].splitlines()[-1]
+    assert "import of flax.core halted" in python(tmp_path, "-c", code).stderr.splitlines()[-1]

@@ -323,12 +323,9 @@ def test_config_weights_and_mask_of_an_embedding_are_kerass(mask_zero):
 
 
 # What an Embedding may become after it was replaced.
-AFTER = {
-    "LoRA": lambda layer: layer.enable_lora(2),
-    "int8": lambda layer: layer.quantize("int8"),
-    "int4": lambda layer: layer.quantize("int4"),
-    "a policy": lambda layer: setattr(layer, "dtype_policy", "int8_from_float32"),
-}
+AFTER = {"LoRA": lambda layer: layer.enable_lora(2), "int8": lambda layer: layer.quantize("int8")}
+AFTER |= {"int4": lambda layer: layer.quantize("int4")}
+AFTER |= {"a policy": lambda layer: setattr(layer, "dtype_policy", "int8_from_float32")}
 
 
 @cover(after=AFTER)

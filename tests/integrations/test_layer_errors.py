@@ -146,9 +146,8 @@ def called(cls, *args, **keywords):
         return cls(**fields).init(jax.random.key(0), *args, **keywords)
     if cls is jaxnorm.nnx.GatedActivation:
         return cls()(*args, **keywords)
-    return cls(*[32] * (1 + bool(re.search("Linear|Embed", cls.__name__))), **fields, rngs=flax.nnx.Rngs(0))(
-        *args, **keywords
-    )
+    sizes = [32] * (1 + bool(re.search("Linear|Embed", cls.__name__)))
+    return cls(*sizes, **fields, rngs=flax.nnx.Rngs(0))(*args, **keywords)
 
 
 def without_arguments(cls, keyword):

@@ -31,7 +31,8 @@ PAIRS = {
 each_pair = pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
 each_api = pytest.mark.parametrize("api", APIS)
 each_change = pytest.mark.parametrize(("api", "done"), CHANGED_BY.values(), ids=CHANGED_BY)
-of_flax = pytest.mark.parametrize(("api", "done"), [of for of in CHANGED_BY.values() if of[0] != "equinox"])
+OF_FLAX, GENERAL = [of for of in CHANGED_BY.values() if of[0] != "equinox"], flax.linen.DenseGeneral
+of_flax = pytest.mark.parametrize(("api", "done"), OF_FLAX)
 of_nnx = pytest.mark.parametrize("done", CHANGES)
 # How far a layer may be from the library's, against the largest result: an int4 has 15 values, an e5m2 two bits of
 # mantissa.
@@ -130,10 +131,10 @@ def test_a_layer_in_float8_is_the_function_of_its_parameters(api, recipe, dtype)
 
 @pytest.mark.parametrize("options", [{}, {"dtype": jnp.float16}, {"param_dtype": jnp.bfloat16}, {"use_bias": False}])
 @pytest.mark.parametrize("x_dtype", [jnp.float32, jnp.bfloat16, jnp.int32])
-@of_flax
-def test_the_results_dtype_is_flaxs(api, done, options, x_dtype):
-    layer, x = APIS[api].linear(**options), draw_x(DIMS).astype(x_dtype)
-    y, expected = CHANGES[done](layer)[0](x), layer(x)
+@pytest.mark.parametrize(("api", "done", "cls"), [*((*of, None) for of in OF_FLAX), ("linen", "quantised", GENERAL)])
+def test_the_results_dtype_is_flaxs(api, done, cls, options, x_dtype):
+    layer, x = APIS[api].linear(**options, **({"cls": cls} if cls else {})), draw_x(DIMS).astype(x_dtype)
+    y, expected = CHANGES[done](layer, *[INT8, INT8] if cls else [])[0](x), layer(x)
     assert (y.dtype, y.shape) == (expected.dtype, expected.shape)
 
 

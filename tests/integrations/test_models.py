@@ -46,16 +46,11 @@ class LinenModel(flax.linen.Module):
         return self.norms.RMSNorm()(x + jnp.tanh(h))
 
 
-def nnx_state(norms, seed=0):
-    return flax.nnx.state(NnxModel(norms, flax.nnx.Rngs(seed)))
-
-
-def linen_variables(norms, seed=0):
-    return LinenModel(norms).init(jax.random.key(seed), draw_x(DIMS))
-
-
 # What makes a model's parameters, with Flax's norms and with ours.
-MODELS = {"nnx": (nnx_state, flax.nnx, jaxnorm.nnx), "linen": (linen_variables, flax.linen, jaxnorm.linen)}
+MODELS = {
+    "nnx": (lambda of, seed=0: flax.nnx.state(NnxModel(of, flax.nnx.Rngs(seed))), flax.nnx, jaxnorm.nnx),
+    "linen": (lambda of, seed=0: LinenModel(of).init(jax.random.key(seed), draw_x(DIMS)), flax.linen, jaxnorm.linen),
+}
 
 
 @pytest.mark.parametrize("api", MODELS)

@@ -79,11 +79,9 @@ OF_GROUPS = {
 }
 OF_INSTANCES = {str(fields): (fields, {}) for fields in ({}, {"feature_axes": (3,)}, {"use_bias": False})}
 FAMILIES = [
-    (PLAIN | ADD, SERVED | HEADS),
-    (SUMS, SERVED),
+    *((PLAIN | ADD, SERVED | HEADS), (SUMS, SERVED)),
     (of("gated"), {name: SERVED[name] for name in ("no scale", "epsilon", "half parameters", "an axis by number")}),
-    (of("group"), OF_GROUPS),
-    (of("instance"), OF_INSTANCES),
+    *((of("group"), OF_GROUPS), (of("instance"), OF_INSTANCES)),
 ]
 
 

@@ -71,15 +71,6 @@ def test_the_types_of_variables_stay(variables):
     assert bits(flax.core.unfreeze(new)) == bits(quantised(Mixed(), variables))
 
 
-@pytest.mark.parametrize("options", [{}, {"dtype": jnp.float16}, {"param_dtype": jnp.bfloat16}, {"use_bias": False}])
-@pytest.mark.parametrize("x_dtype", [jnp.float32, jnp.bfloat16, jnp.int32])
-def test_the_results_dtype_of_a_dense_general_is_flaxs(options, x_dtype):
-    layer, variables = dense(flax.linen.DenseGeneral, **options)
-    x = draw_x(DIMS).astype(x_dtype)
-    expected, y = layer.apply(variables, x), called(layer, quantised(layer, variables), x, inputs=INT8)
-    assert (y.dtype, y.shape) == (expected.dtype, expected.shape)
-
-
 GENERAL = {
     "heads": ({"features": (4, 8)}, (3, 5, 16)),
     "from heads": ({"features": 16, "axis": (-2, -1)}, (3, 5, 4, 8)),

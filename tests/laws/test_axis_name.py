@@ -7,13 +7,14 @@ from functools import partial
 import emulated
 import jax
 import jax.numpy as jnp
+import meshes
 import numpy as np
 import pytest
 from cases import DTYPES, KINDS, NORMS, bits, draw_bias, draw_scale, draw_x
 from coverage import cover, over
 from hlo import collectives
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from meshes import assert_parts_close, exchanged, gradients, mesh_of, part_spec, place, result_spec, size_of, specs_of
+from meshes import assert_parts_close, exchanged, gradients, mesh_of, part_spec, place, result_spec, results, specs_of
 from table import EACH, GATED_ACTIVATIONS, PADDED, QUANTIZED, QUANTIZED_ACTIVATIONS, QUANTIZED_SUMS, ROTARY
 
 import jaxnorm
@@ -32,11 +33,6 @@ vma = over(SPLIT, check_vma=lambda op: {"vma": True, "no vma": False})
 def shard(op, mesh, out_specs, check_vma=True):
     specs = specs_of(op, part_spec(op))
     return partial(jax.shard_map, mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=check_vma)
-
-
-def results(op, **given):
-    """Those that differ over features, or have one number for each row."""
-    return lambda *args: [r for r in op.function(*args, **size_of(op).options, **given) if r.ndim][:2]
 
 
 def of_parts(devices, function, in_specs, out_specs=None, *, axis_name="b", **options):
@@ -126,7 +122,7 @@ def beside(y, scale, bias, dtype):
 def test_features_beside_an_axis_of_rows(devices, op, check_vma, implementation, axis_type):
     mesh, specs = mesh_of(devices, axis_type), specs_of(op, P(None, *part_spec(op)[1:]))
     split = {"in_specs": specs, "out_specs": result_spec(op, specs[0]), "axis_names": {"b"}, "check_vma": check_vma}
-    args = op.draw(size_of(op))
+    args = op.draw(meshes.size_of(op))
     with jax.set_mesh(mesh), jaxnorm.implementation(implementation):
         of_parts = gradients(op, partial(jax.shard_map, mesh=mesh, **split), axis_name="b")
         actual = jax.jit(of_parts)(*place(op, mesh, part_spec(op)))
@@ -196,7 +192,7 @@ def test_two_mesh_axes(any_devices, kind):
 
 @of_features
 def test_vmap(op):
-    args = op.draw(size_of(op))
+    args = op.draw(meshes.size_of(op))
     parts = [jnp.stack(jnp.split(arg, 2, -1)) for arg in args]
     forward = jax.vmap(results(op, axis_name="part"), axis_name="part")(*parts)
     backward = gradients(op, partial(jax.vmap, axis_name="part"), axis_name="part")(*parts)

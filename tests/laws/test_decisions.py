@@ -5,7 +5,7 @@ import json
 import jax
 import jax.numpy as jnp
 import pytest
-from calls import of_x
+from bad_calls import of_x
 from coverage import over
 from hlo import count_native_calls
 from internals import ALONE, Platform, Program, calls_in, choose_fastest, decide, functions, report as reports

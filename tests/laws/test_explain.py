@@ -14,7 +14,7 @@ import jax.export
 import jax.numpy as jnp
 import keras
 import pytest
-from calls import INT8, of_x
+from bad_calls import INT8, of_x
 from flax import linen, nnx
 from internals import choose_fastest, fallback, functions
 from jax import lax
@@ -60,23 +60,16 @@ def sharded(function):
     return jax.shard_map(function, mesh=mesh, in_specs=P("i"), out_specs=P("i"))
 
 
+def scan(function):
+    return lambda x: lax.scan(lambda c, _: (c + function(c), None), x, None, length=2)
+
+
 # How a norm may lie in a program.
-AT_ANY_DEPTH = {
-    "a call": lambda f: f,
-    "jit": jax.jit,
-    "jit of jit": lambda f: jax.jit(lambda x: jax.jit(f)(x) + 1),
-    "scan": lambda f: lambda x: lax.scan(lambda c, _: (c + f(c), None), x, None, length=2),
-    "while": lambda f: lambda x: lax.while_loop(lambda c: c.sum() < 9, lambda c: c + f(c), x),
-    "cond": lambda f: lambda x: lax.cond(x.sum() > 0, f, lambda x: x, x),
-    "checkpoint": jax.checkpoint,
-    "custom_vjp": custom_vjp,
-    "custom_jvp": custom_jvp,
-    "vmap": jax.vmap,
-    "shard_map": sharded,
-    "scan of checkpoint of jit": lambda f: (
-        lambda x: lax.scan(lambda c, _: (c + jax.checkpoint(jax.jit(f))(c), None), x, None, length=2)
-    ),
-}
+AT_ANY_DEPTH = {"a call": lambda f: f, "jit": jax.jit, "jit of jit": lambda f: jax.jit(lambda x: jax.jit(f)(x) + 1)}
+AT_ANY_DEPTH |= {"scan": scan, "scan of checkpoint of jit": lambda f: scan(jax.checkpoint(jax.jit(f)))}
+AT_ANY_DEPTH |= {"while": lambda f: lambda x: lax.while_loop(lambda c: c.sum() < 9, lambda c: c + f(c), x)}
+AT_ANY_DEPTH |= {"cond": lambda f: lambda x: lax.cond(x.sum() > 0, f, lambda x: x, x), "checkpoint": jax.checkpoint}
+AT_ANY_DEPTH |= {"custom_vjp": custom_vjp, "custom_jvp": custom_jvp, "vmap": jax.vmap, "shard_map": sharded}
 
 
 def summary(explained, platform="cpu"):
@@ -134,10 +127,18 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 def test_every_function(name):
     function, why = CALLS[name]
-    first, *_ = jaxnorm.explain(function, X)
+    first, *others = jaxnorm.explain(function, X)
     runs = first.on("cpu")
     assert (first.name, runs.implementation) == (name, "xla" if why else "native")
     assert (why or "has a kernel") in runs.why
+    assert {call.direction for call in (first, *others)} == {"forward"}
+
+    def loss(x):
+        return sum(leaf.sum() for leaf in jax.tree.leaves(function(x)) if leaf.dtype == jnp.float32)
+
+    # A gradient of what has one is listed under no other name.
+    differentiated = jaxnorm.explain(jax.grad(loss), X) if "quantize" not in name else ()
+    assert {call.name for call in differentiated} <= {name}
 
 
 # `quantize` and `quantize_kernel` have no argument `implementation`, products have no kernel on CPUs, a lookup has one
@@ -200,20 +201,6 @@ def test_every_public_function_is_known():
     others = {"explain", "implementation", "tune"} | of_models
     named = {name for name in jaxnorm.__all__ if inspect.isfunction(getattr(jaxnorm, name))} - others
     assert set(functions()) == named
-
-
-# A gradient of what has one is listed, and under no other name.
-@pytest.mark.needs("kernels")
-@pytest.mark.parametrize("name", CALLS)
-def test_a_backward_where_a_gradient_is_taken_and_nowhere_else(name):
-    function, _ = CALLS[name]
-    assert {norm.direction for norm in jaxnorm.explain(function, X)} == {"forward"}
-
-    def loss(x):
-        return sum(leaf.sum() for leaf in jax.tree.leaves(function(x)) if leaf.dtype == jnp.float32)
-
-    differentiated = jaxnorm.explain(jax.grad(loss), X) if "quantize" not in name else ()
-    assert {norm.name for norm in differentiated} <= {name}
 
 
 # Of a CPU's installation on a machine without a GPU: the reason once, and no advice to build for CUDA.
@@ -294,14 +281,10 @@ def test_the_command(tmp_path):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("program", "write module:function"),
-        (":step", "write module:function"),
-        ("./program.py:step", "write module:function"),
-        ("program.py:step", "did you mean program:step?"),
-        ("progam:step", "there is no module 'progam'"),
-        ("program:stop", "has no 'stop'; did you mean step?"),
-        ("program:X", "program:X is an array float32[4, 8]"),
-        ("program:takes_x", "takes arguments"),
+        *(("program", "write module:function"), (":step", "write module:function")),
+        *(("./program.py:step", "write module:function"), ("program.py:step", "did you mean program:step?")),
+        *(("progam:step", "there is no module 'progam'"), ("program:stop", "has no 'stop'; did you mean step?")),
+        *(("program:X", "program:X is an array float32[4, 8]"), ("program:takes_x", "takes arguments")),
     ],
 )
 def test_a_name_that_names_no_function(tmp_path, monkeypatch, capsys, name, message):
@@ -344,24 +327,17 @@ def test_a_warning_for_each_line(warns, function):
 
 
 @pytest.mark.needs("kernels")
-@pytest.mark.parametrize(
-    "function", [norm, CALLS["rms_norm"][0], of_x("gated_rms_norm")], ids=["kernel", "asked for", "gate"]
-)
-def test_no_warning_where_all_is_as_expected(warns, function):
+@pytest.mark.parametrize("of", [norm, CALLS["rms_norm"][0], of_x("gated_rms_norm")], ids=["kernel", "asked", "gate"])
+def test_no_warning_where_all_is_as_expected(warns, of):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        jax.jit(function).lower(X).compile()
-        jax.export.export(jax.jit(function), platforms=["tpu"])(X)
+        jax.jit(of).lower(X).compile()
+        jax.export.export(jax.jit(of), platforms=["tpu"])(X)
 
 
 # More than a grid has blocks: what tells it on any machine, and is what lowering asks.
-MANY = {
-    "rms_norm": (2**31, 8),
-    "softmax": (2**20, 2**11, 8),
-    "qk_norm_rotary": (2**27, 16, 8),
-    "qkv_norm_rotary": (2**27, 16, 8),
-    "softmax_cross_entropy_with_integer_labels": (2**31, 8),
-}
+MANY = {"rms_norm": (2**31, 8), "softmax": (2**20, 2**11, 8), "qk_norm_rotary": (2**27, 16, 8)}
+MANY |= {"qkv_norm_rotary": (2**27, 16, 8), "softmax_cross_entropy_with_integer_labels": (2**31, 8)}
 
 
 @pytest.mark.needs("plans")

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from calls import of_x
+from bad_calls import of_x
 from cases import KINDS, NORMS as FUNCTIONS, assert_close, assert_near, bits, draw, draw_x, operands
 from coverage import cover, over
 from exporting import OF_NO_ROW, PLATFORMS, WAYS, artefacts, exported, exported_of_no_row, function_of, programs_of

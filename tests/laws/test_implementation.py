@@ -60,23 +60,17 @@ OF_LAYER, OF_RMS, LEFT = {"layer_norm": "xla"}, {"rms_norm": "xla"}, {"layer_nor
 # Contexts, from the outermost, and what layer_norm and rms_norm are under the innermost. A mapping stands on top of the
 # contexts around it; a name takes their place.
 NESTED = (
-    (("xla",), ("xla", "xla")),
-    ((OF_LAYER,), ("xla", None)),
-    (("native",), ("native", "native")),
-    (("native", "xla"), ("xla", "xla")),
-    (("native", "xla", None), (None, None)),
-    (("native", OF_LAYER), ("xla", "native")),
-    (("native", OF_LAYER, OF_RMS), ("xla", "xla")),
-    (("native", OF_LAYER, LEFT), (None, "native")),
-    (("native", OF_LAYER, "native"), ("native", "native")),
+    *((("xla",), ("xla", "xla")), ((OF_LAYER,), ("xla", None)), (("native",), ("native", "native"))),
+    *((("native", "xla"), ("xla", "xla")), (("native", "xla", None), (None, None))),
+    *((("native", OF_LAYER), ("xla", "native")), (("native", OF_LAYER, OF_RMS), ("xla", "xla"))),
+    *((("native", OF_LAYER, LEFT), (None, "native")), (("native", OF_LAYER, "native"), ("native", "native"))),
 )
 
 
-def needs_kernels(*row):
-    return pytest.param(*row, marks=[pytest.mark.needs("kernels")] * ("native" in row[0]))
-
-
-@pytest.mark.parametrize(("contexts", "found"), [needs_kernels(*row) for row in NESTED])
+@pytest.mark.parametrize(
+    ("contexts", "found"),
+    [pytest.param(*row, marks=[pytest.mark.needs("kernels")] * ("native" in row[0])) for row in NESTED],
+)
 def test_contexts_nest(contexts, found):
     with contextlib.ExitStack() as around, implementation(contexts[0]):
         before = both()

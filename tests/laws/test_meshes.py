@@ -19,7 +19,7 @@ from cases import DTYPES, assert_close, assert_near, bits, draw
 from coverage import cover, over
 from hlo import collectives, count_native_calls
 from jax.sharding import AxisType, PartitionSpec as P
-from meshes import gradients
+from meshes import gradients, results
 
 import jaxnorm
 
@@ -60,66 +60,49 @@ by_feature = over(
 )
 
 
-def results(op):
-    # Not dequantised in the same program: XLA on a GPU may leave the rounding out then.
-    return lambda *args: [r for r in op.function(*args, **meshes.size_of(op).options) if r.ndim][:2]
-
-
-def run(function, on_one_device, args, mesh):
-    """What function gives on the mesh, what the other gives on one device, and the program on the mesh."""
-    with jax.set_mesh(mesh):
-        compiled = jax.jit(function).lower(*args).compile()
-        actual = compiled(*args)
-    return actual, jax.jit(on_one_device)(*(jnp.asarray(np.asarray(arg)) for arg in args)), compiled.as_text()
+def run(of, devices, op, mode, spec):
+    """What `of`, results or gradients, is on a mesh, on one device; what is exchanged, what should be; native calls."""
+    mesh, args = meshes.mesh_for(mode, devices), op.draw(meshes.size_of(op))
+    function = of(op, meshes.split_by(mode, op, mesh, spec))
+    actual, text = meshes.on_mesh(mesh, function, args, meshes.specs_of(op, spec))
+    expected = meshes.exchanged(op, mesh, spec, with_gradients=of is gradients, mode=mode)
+    calls = list(count_native_calls(text).values())
+    return (actual, jax.jit(of(op))(*args)), (collectives(text), expected), calls
 
 
 @by_row
 def test_rows_are_computed_where_they_are(devices, op, how):
-    mode, spec = how
-    mesh = meshes.mesh_for(mode, devices)
-    function = meshes.split_by(mode, op, mesh, spec)(results(op))
-    actual, expected, text = run(function, results(op), meshes.place(op, mesh, spec), mesh)
-    assert (bits(actual), collectives(text)) == (bits(expected), {})
-    assert list(count_native_calls(text).values()) == [1]
+    (actual, expected), (exchanged, _), calls = run(results, devices, op, *how)
+    assert (bits(actual), exchanged, calls) == (bits(expected), {}, [1])
 
 
 @by_row
 def test_gradients_of_rows_add_up_weights(devices, op, how):
-    mode, spec = how
-    mesh = meshes.mesh_for(mode, devices)
-    function = gradients(op, meshes.split_by(mode, op, mesh, spec))
-    actual, expected, text = run(function, gradients(op), meshes.place(op, mesh, spec), mesh)
-    meshes.assert_parts_close(actual, expected)
-    assert collectives(text) == meshes.exchanged(op, mesh, spec, with_gradients=True, mode=mode)
-    assert list(count_native_calls(text).values()) == [1] * (2 - op.keeps_operands_alone)
+    both, (exchanged, expected), calls = run(gradients, devices, op, *how)
+    meshes.assert_parts_close(*both)
+    assert (exchanged, calls) == (expected, [1] * (2 - op.keeps_operands_alone))
 
 
 @over(SPLIT)
 def test_gradients_of_the_formula(devices, op):
     """On an Explicit mesh, where the types of what it computes have shardings."""
-    mesh = meshes.mesh_for("explicit", devices)
-    args = meshes.place(op, mesh, P("a") if op.has_positions else P("a", "b"))
     with jaxnorm.implementation("xla"):
-        actual, expected, _ = run(gradients(op), gradients(op), args, mesh)
-    meshes.assert_parts_close(actual, expected)
+        both, *_ = run(gradients, devices, op, "explicit", P("a") if op.has_positions else P("a", "b"))
+    meshes.assert_parts_close(*both)
 
 
 @by_feature
 def test_parts_of_rows_exchange_their_statistics(devices, op, mode, spec):
-    mesh = meshes.mesh_for(mode, devices)
-    function = meshes.split_by(mode, op, mesh, spec)(results(op))
-    actual, expected, text = run(function, results(op), meshes.place(op, mesh, spec), mesh)
-    meshes.assert_parts_close(actual, expected)
-    assert collectives(text) == meshes.exchanged(op, mesh, spec, with_gradients=False)
+    both, (exchanged, expected), _ = run(results, devices, op, mode, spec)
+    meshes.assert_parts_close(*both)
+    assert exchanged == expected
 
 
 @by_feature
 def test_gradients_of_parts_of_rows(devices, op, mode, spec):
-    mesh = meshes.mesh_for(mode, devices)
-    function = gradients(op, meshes.split_by(mode, op, mesh, spec))
-    actual, expected, text = run(function, gradients(op), meshes.place(op, mesh, spec), mesh)
-    meshes.assert_parts_close(actual, expected)
-    assert collectives(text) == meshes.exchanged(op, mesh, spec, with_gradients=True, mode=mode)
+    both, (exchanged, expected), _ = run(gradients, devices, op, mode, spec)
+    meshes.assert_parts_close(*both)
+    assert exchanged == expected
 
 
 HALF = DTYPES[1:]
@@ -185,9 +168,7 @@ def test_gradients_of_a_product(devices, mode, reduction, dtypes, rows_per_chunk
     def gradients_of(of):
         return jax.grad(lambda *args: sum(value.astype("float32").sum() for value in of(*args)), (0, 1))
 
-    one, several = (
-        gradients_of(lambda *args, of=of: [of(*args, labels)]) for of in (jax.vmap(of_part, split), sharded)
-    )
+    one, several = (gradients_of(lambda *a, of=of: [of(*a, labels)]) for of in (jax.vmap(of_part, split), sharded))
     lowered = jax.jit(several).lower(*args)
     for program in (lowered, jax.jit(gradients_of(several)).lower(*args)):
         assert {*SUMMED.findall(program.as_text())} == {"f32"}

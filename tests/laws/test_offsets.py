@@ -49,13 +49,9 @@ OFFSETS = {
 }
 ROWS, COLS, VISIBLE = 6, 200, 190
 # The first label is the largest logit's, the second the least one's.
-OPTIONS = {
-    "none": {},
-    "smoothing": {"label_smoothing": 0.1},
-    "where": {"where": np.arange(COLS) < VISIBLE},
-    "ignored": {"ignore_index": -1},
-    "all": {"label_smoothing": 0.1, "where": np.arange(COLS) < VISIBLE, "ignore_index": -1},
-}
+OPTIONS = {"none": {}, "smoothing": {"label_smoothing": 0.1}, "where": {"where": np.arange(COLS) < VISIBLE}}
+OPTIONS |= {"ignored": {"ignore_index": -1}}
+OPTIONS |= {"all": {"label_smoothing": 0.1, "where": np.arange(COLS) < VISIBLE, "ignore_index": -1}}
 
 
 def centred(x, scale=1.0):

@@ -16,32 +16,24 @@ import jaxnorm
 from jaxnorm import linen as jaxnorm_linen, nnx
 from jaxnorm.ops.misuse import FORMER, are_related
 
+
+def table(text):
+    """What a text of `name: words; name: words` says of each name."""
+    return dict(entry.split(": ") for entry in re.split(r";\s", text.strip()))
+
+
 POSITIONAL = {
-    "rms_norm": ["x", "scale"],
-    "layer_norm": ["x", "scale", "bias"],
-    "add_rms_norm": ["x", "residual", "scale"],
-    "add_layer_norm": ["x", "residual", "scale", "bias"],
-    "rms_norm_add_rms_norm": ["x", "residual", "post_scale", "scale"],
-    "gated_activation": ["x"],
-    "gated_activation_quantized": ["x"],
-    "gated_rms_norm": ["x", "gate", "scale"],
-    "gated_rms_norm_quantized": ["x", "gate", "scale"],
-    "group_norm": ["x", "scale", "bias"],
-    "softmax": ["x"],
-    "log_softmax": ["x"],
-    "softmax_cross_entropy_with_integer_labels": ["logits", "labels", "axis", "where"],
-    "linear_cross_entropy": ["x", "kernel", "labels"],
-    "qk_norm_rotary": ["q", "k", "q_scale", "k_scale", "positions"],
-    "qkv_norm_rotary": ["qkv", "q_scale", "k_scale", "positions"],
-    "rms_norm_quantized": ["x", "scale"],
-    "layer_norm_quantized": ["x", "scale", "bias"],
-    "quantize": ["x", "quantization"],
-    "quantize_kernel": ["kernel", "quantization"],
-    "quantized_dot": ["x", "kernel"],
-    "float8_linear": ["x", "kernel"],
-    "embedding": ["table", "ids"],
-    "segment_sum": ["data", "segment_ids", "num_segments"],
-    "sample": ["logits", "key"],
+    function: names.split()
+    for function, names in table("""
+rms_norm: x scale; layer_norm: x scale bias; add_rms_norm: x residual scale; add_layer_norm: x residual scale bias;
+rms_norm_add_rms_norm: x residual post_scale scale; gated_activation: x; gated_activation_quantized: x;
+gated_rms_norm: x gate scale; gated_rms_norm_quantized: x gate scale; group_norm: x scale bias; softmax: x;
+log_softmax: x; softmax_cross_entropy_with_integer_labels: logits labels axis where;
+linear_cross_entropy: x kernel labels; qk_norm_rotary: q k q_scale k_scale positions;
+qkv_norm_rotary: qkv q_scale k_scale positions; rms_norm_quantized: x scale; layer_norm_quantized: x scale bias;
+quantize: x quantization; quantize_kernel: kernel quantization; quantized_dot: x kernel; float8_linear: x kernel;
+embedding: table ids; segment_sum: data segment_ids num_segments; sample: logits key
+""").items()
 }
 # Of the table.
 OF_NO_ROW = {"linear_cross_entropy", "quantize", "quantize_kernel", "quantized_dot", "float8_linear"}
@@ -144,10 +136,8 @@ REFUSED = {
         (np.ones(2), ValueError, ("'silu'",)),
     ),
     "labels": (
-        (LABELS * 1.0, TypeError, ("integers", "float32", "argmax")),
-        (LABELS == 0, TypeError, ("integers", "bool")),
-        ([[0] * 4] * 3, TypeError, ("integers", "list", "asarray")),
-        (None, TypeError, ("integers", "NoneType")),
+        *((LABELS * 1.0, TypeError, ("integers", "float32", "argmax")), (LABELS == 0, TypeError, ("integers", "bool"))),
+        *(([[0] * 4] * 3, TypeError, ("integers", "list", "asarray")), (None, TypeError, ("integers", "NoneType"))),
         (LABELS[:2], ValueError, ((2, 4), (3, 4), (3, 4, 8))),
     ),
     "where": (
@@ -185,7 +175,10 @@ REFUSED = {
     "dtype": (("int8", TypeError, ("floating", "int8")), (TorchDtype(), TypeError, ("did you mean bfloat16",))),
     "out_sharding": ((("a",), TypeError, ("PartitionSpec", "got tuple")),),
     **dict.fromkeys(("ids", "segment_ids"), NO_NUMBERS),
-    "num_segments": (*((n, TypeError, ("int", repr(n))) for n in (2.0, True)), (-1, ValueError, ("negative", "-1"))),
+    "num_segments": (
+        *((n, TypeError, ("int", repr(n), "how many sums")) for n in (2.0, True)),
+        (-1, ValueError, ("negative", "-1")),
+    ),
     **dict.fromkeys(("multiply_before_cast", "gate_first", "interleaved", "causal", "indices_are_sorted"), FLAG),
     **dict.fromkeys(("straight_through", "with_unquantized", "return_logsumexp"), FLAG),
     **dict.fromkeys(
@@ -195,17 +188,10 @@ REFUSED = {
     "quantization": tuple((value, TypeError, ("Quantization", repr(value))) for value in (None, "int8")),
 }
 # What is said where one of these is missing.
-REMEDIES = {
-    "x": "array to normalise",
-    "residual": "use jaxnorm.rms_norm",
-    "gate": "use jaxnorm.rms_norm",
-    "gate_first": "Mamba2",
-    "labels": "numbers of the classes",
-    "kernel": "use jaxnorm.softmax_cross_entropy_with_integer_labels",
-    "k": "queries alone",
-    "qkv": "the one product",
-    "quantization": "quantization=jaxnorm.Quantization",
-}
+REMEDIES = {"x": "array to normalise", "residual": "use jaxnorm.rms_norm", "gate": "use jaxnorm.rms_norm"}
+REMEDIES |= {"gate_first": "Mamba2", "labels": "numbers of the classes"}
+REMEDIES |= {"kernel": "use jaxnorm.softmax_cross_entropy_with_integer_labels", "k": "queries alone"}
+REMEDIES |= {"qkv": "the one product", "quantization": "quantization=jaxnorm.Quantization"}
 # Which say of a scalar that K is missing.
 PRODUCTS = ("quantized_dot", "float8_linear")
 # Whose axis, or other argument, is one that they check themselves.
@@ -286,90 +272,45 @@ def test_an_argument_too_many(function):
         called(*args, **{names[0]: args[0]})
 
 
-MISTYPED = {
-    "epsilom": "epsilon",
-    "Scale": "scale",
-    "activations": "activation",
-    "pad": "pad_to",
-    "scale_ofset": "scale_offset",
-    "smooth": "smooth_scale",
-    "straightthrough": "straight_through",
-    "casual": "causal",
-}
+MISTYPED = table("""
+epsilom: epsilon; Scale: scale; activations: activation; pad: pad_to; scale_ofset: scale_offset; smooth: smooth_scale;
+straightthrough: straight_through; casual: causal
+""")
 # The names that other libraries have for an argument.
-SYNONYMS = {
-    "x": ["inputs"],
-    "epsilon": ["eps", "variance_epsilon", "layer_norm_eps"],
-    "scale": ["weight", "gamma"],
-    "bias": ["beta", "b"],
-    "axis": ["dim", "axes", "normalized_shape"],
-    "activation": ["act", "nonlinearity"],
-    "num_groups": ["groups", "num_group", "n_groups"],
-    "group_size": ["channels_per_group", "groupsize"],
-    "z_loss": ["z_loss_weight", "lse_square_scale"],
-    "theta": ["rope_theta", "base"],
-    "heads_axis": ["axis_of_heads", "head_axis"],
-    "heads": ["num_heads", "num_attention_heads"],
-    "kv_heads": ["num_kv_heads", "num_key_value_heads"],
-    "out_dtype": ["dtype"],
-    "implementation": ["backend"],
-    "quantization": ["quant"],
-    "scale_offset=1.0": ["zero_centered_gamma"],
-    "gate": ["z"],
-    "gate_first=not norm_before_gate": ["norm_before_gate"],
-    "where": ["mask"],
-    "causal": ["is_causal"],
-    "labels": ["targets"],
-    "row_weights": ["loss_mask"],
-    "residual": ["skip"],
-    "label_smoothing": ["smoothing"],
-    "ignore_index": ["ignore_label"],
-    "soft_cap": ["final_logit_softcapping"],
-    "logit_scale=1 / temperature": ["temperature"],
-    "return_logsumexp": ["return_lse"],
-    "positions": ["position_ids"],
-    "frequencies": ["inv_freq"],
-    "rotary_dim": ["rotary_ndims"],
-    "normalize": ["norm"],
-    "q_scale": ["q_norm"],
-    "k_scale": ["k_weight"],
-}
-MEANT = MISTYPED | {theirs: ours for ours, names in SYNONYMS.items() for theirs in names}
+SYNONYMS = table("""
+x: inputs; epsilon: eps variance_epsilon layer_norm_eps; scale: weight gamma; bias: beta b;
+axis: dim axes normalized_shape; activation: act nonlinearity; num_groups: groups num_group n_groups;
+group_size: channels_per_group groupsize; z_loss: z_loss_weight lse_square_scale; theta: rope_theta base;
+heads_axis: axis_of_heads head_axis; heads: num_heads num_attention_heads; kv_heads: num_kv_heads num_key_value_heads;
+out_dtype: dtype; implementation: backend; quantization: quant; scale_offset=1.0: zero_centered_gamma; gate: z;
+gate_first=not norm_before_gate: norm_before_gate; where: mask; causal: is_causal; labels: targets;
+row_weights: loss_mask; residual: skip; label_smoothing: smoothing; ignore_index: ignore_label;
+soft_cap: final_logit_softcapping; logit_scale=1 / temperature: temperature; return_logsumexp: return_lse;
+positions: position_ids; frequencies: inv_freq; rotary_dim: rotary_ndims; normalize: norm; q_scale: q_norm;
+k_scale: k_weight
+""")
+MEANT = MISTYPED | {theirs: ours for ours, names in SYNONYMS.items() for theirs in names.split()}
 # What is to be done without an argument that no function like it has.
-INSTEAD = {
-    "bias": "add it to (the result|an unquantised norm)",
-    "residual": "add it to x first",
-    "axis": "last axis|did you mean channel_axis",
-    "multiply_before_cast": "rounded once, at the end, so leave it out",
-    "out_dtype": "that of quantization",
-    **dict.fromkeys(("return_sum", "return_v", "return_statistics"), "of the results by its name"),
-}
+INSTEAD = {"bias": "add it to (the result|an unquantised norm)", "residual": "add it to x first"}
+INSTEAD |= {"axis": "last axis|did you mean channel_axis"}
+INSTEAD |= {"multiply_before_cast": "rounded once, at the end, so leave it out", "out_dtype": "that of quantization"}
+INSTEAD |= dict.fromkeys(("return_sum", "return_v", "return_statistics"), "of the results by its name")
 # Of functions of rows with an index and of some others, where what is said is their own.
-OF_ROWS = {
-    **{(function, "axis"): "along the first axis" for function in ("embedding", "segment_sum")},
-    **{(function, "residual"): "add it to the result" for function in ("embedding", "segment_sum")},
-    ("embedding", "x"): "did you mean (table|ids)",
-    ("embedding", "labels"): "did you mean ids|is an argument of",
-    ("embedding", "scale"): "did you mean table|is an argument of",
-    ("embedding", "out_dtype"): "did you mean dtype",
-    ("segment_sum", "x"): "did you mean data",
-    ("segment_sum", "ids"): "did you mean segment_ids",
-    ("segment_sum", "labels"): "did you mean segment_ids|is an argument of",
-    ("segment_sum", "out_dtype"): "data's dtype",
-    ("qk_norm_rotary", "key"): "did you mean k",
-    **{
-        (function, "temperature"): "did you mean logit_scale=1 / temp"
-        for function in POSITIONAL
-        if "softmax" in function
-    },
-    ("linear_cross_entropy", "temperature"): "did you mean logit_scale=1 / temp",
-    ("sample", "axis"): "along the last axis of logits",
-    ("sample", "x"): "did you mean logits",
-    ("sample", "out_dtype"): "ids are int32",
-    **dict.fromkeys((("sample", "logit_scale"), ("sample", "scale")), "did you mean temperature|is an argument of"),
-    ("sample", "residual"): "add it to logits first",
-    ("sample", "bias"): "add it to logits first",
-}
+OF_ROWS = table("""
+embedding axis: along the first axis; segment_sum axis: along the first axis; embedding residual: add it to the result;
+segment_sum residual: add it to the result; embedding x: did you mean (table|ids);
+embedding labels: did you mean ids|is an argument of; embedding scale: did you mean table|is an argument of;
+embedding out_dtype: did you mean dtype; segment_sum x: did you mean data; segment_sum ids: did you mean segment_ids;
+segment_sum labels: did you mean segment_ids|is an argument of; segment_sum out_dtype: data's dtype;
+qk_norm_rotary key: did you mean k; softmax temperature: did you mean logit_scale=1 / temp;
+log_softmax temperature: did you mean logit_scale=1 / temp;
+softmax_cross_entropy_with_integer_labels temperature: did you mean logit_scale=1 / temp;
+linear_cross_entropy temperature: did you mean logit_scale=1 / temp; sample axis: along the last axis of logits;
+sample x: did you mean logits; sample out_dtype: ids are int32;
+sample logit_scale: did you mean temperature|is an argument of;
+sample scale: did you mean temperature|is an argument of; sample residual: add it to logits first;
+sample bias: add it to logits first
+""")
 
 
 @each_function
@@ -378,8 +319,8 @@ def test_an_argument_of_other_functions(function):
     for ours in sorted((INSTEAD.keys() | set().union(*of_each.values())) - of_each[function] - {"dtype"}):
         related = [other for other in POSITIONAL if are_related(function, other) and ours in of_each[other]]
         said = "did you mean .*, which takes? " if related else INSTEAD.get(ours, "is an argument of")
-        said = OF_ROWS.get((function, ours), said)
-        for name in {ours, *SYNONYMS.get(ours, ())} - of_each[function]:
+        said = OF_ROWS.get(f"{function} {ours}", said)
+        for name in {ours, *SYNONYMS.get(ours, "").split()} - of_each[function]:
             parts = f"keyword argument '{name}'", FORMER.get(f"{function}.{name}", said)
             with pytest.raises(TypeError, match=in_order(function, parts)) as raised:
                 getattr(jaxnorm, function)(*map(VALID.get, required_by(function)), **{name: 1})

@@ -3,10 +3,12 @@
 import contextlib
 import functools
 import json
+import operator
 import re
 import sys
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -35,14 +37,19 @@ def norms(x, scale=SCALE):
     return jaxnorm.layer_norm(jaxnorm.rms_norm(x, scale), scale)
 
 
-def loss(x, scale=SCALE):
-    return jnp.sin(norms(x, scale)).sum()
+def gradient_of(function):
+    def loss(*args):
+        return jnp.sin(function(*args)).sum()
+
+    return jax.grad(loss)
 
 
-# (function, direction) -> how much faster than the default the other implementation is.
+STEP = jax.jit(gradient_of(norms))
+
+
 @pytest.fixture
 def times(monkeypatch):
-    """The times of what is measured, in place of a clock: 1 ms, and what a test takes from it by direction."""
+    """The times of what is measured, in place of a clock: 1 ms, less what a test says by function and direction."""
     gains = {}
 
     def measured(runs):
@@ -62,18 +69,6 @@ def tried(tuned):
     return {(trial.function, trial.direction, trial.implementation): trial.outcome for trial in tuned.trials}
 
 
-def single(x):
-    return jnp.sin(jaxnorm.rms_norm(x)).sum()
-
-
-def linear_loss(x):
-    return jaxnorm.linear_cross_entropy(x, SCALE[:, None] * SCALE, LABELS)
-
-
-def lookup(x):
-    return jnp.sin(jaxnorm.embedding(x, LABELS)).sum()
-
-
 def unread(x):
     jax.grad(lambda x: jaxnorm.rms_norm(x).sum())(x)
     return jaxnorm.layer_norm(x)
@@ -81,9 +76,7 @@ def unread(x):
 
 def rounded(x):
     quantization = jaxnorm.Quantization("int8")
-    return jnp.sin(
-        jaxnorm.rms_norm_quantized(x, quantization=quantization, straight_through=True).quantized.dequantize()
-    ).sum()
+    return jaxnorm.rms_norm_quantized(x, quantization=quantization, straight_through=True).quantized.dequantize()
 
 
 def of_each_way(name):
@@ -92,26 +85,34 @@ def of_each_way(name):
 
 NORMS = [*of_each_way(RMS), *of_each_way(LAYER)]
 TO_NATIVE = (RMS, BACKWARD, "native")
-AGAIN = jax.grad(lambda x: single(x) + single(x[:, :4]))
+OF_LOSS, OF_LOOKUP = "linear_cross_entropy", "embedding"
 # A function of x, and what is tried.
 TUNINGS = {
-    "each direction of each function": (jax.grad(loss), NORMS),
-    "under jit": (jax.jit(jax.grad(loss)), NORMS),
-    "faster": (jax.grad(loss), NORMS),
+    "under jit": (jax.jit(gradient_of(norms)), NORMS),
+    "faster": (gradient_of(norms), NORMS),
     # Of 1 %, where a quarter of the turns take 1 % longer or less.
     "within the scatter": (norms, NORMS[::2]),
-    "left to XLA": (jax.grad(single), [NORMS[0], TO_NATIVE]),
+    "left to XLA": (gradient_of(jaxnorm.rms_norm), [NORMS[0], TO_NATIVE]),
     # Of two calls of a function the default rules give one a kernel: all may have one, or none.
-    "a mixed default": (AGAIN, [*of_each_way(RMS), TO_NATIVE]),
-    "what a context leaves": (jax.grad(loss), [NORMS[2]]),
+    "a mixed default": (
+        gradient_of(lambda x: jaxnorm.rms_norm(x)[:, :4] + jaxnorm.rms_norm(x[:, :4])),
+        [*of_each_way(RMS), TO_NATIVE],
+    ),
+    "what a context leaves": (gradient_of(norms), [NORMS[2]]),
     # What asks for a result that nobody uses changes nothing.
     "the same program": (unread, [*of_each_way(RMS), NORMS[2]]),
-    "what calls others": (jax.grad(linear_loss), of_each_way("linear_cross_entropy")),
-    "a lookup": (jax.grad(lookup), [("embedding", FORWARD, "native"), ("embedding", BACKWARD, "xla")]),
-    "rounding": (jax.grad(rounded), of_each_way("rms_norm_quantized")),
+    "what calls others": (
+        gradient_of(lambda x: jaxnorm.linear_cross_entropy(x, SCALE[:, None] * SCALE, LABELS)),
+        of_each_way(OF_LOSS),
+    ),
+    "a lookup": (
+        gradient_of(lambda x: jaxnorm.embedding(x, LABELS)),
+        [(OF_LOOKUP, FORWARD, "native"), (OF_LOOKUP, BACKWARD, "xla")],
+    ),
+    "rounding": (gradient_of(rounded), of_each_way("rms_norm_quantized")),
 }
 # A lookup is XLA's gather whatever is chosen.
-SAME = {"the same program": of_each_way(RMS), "a lookup": [("embedding", FORWARD, "native")]}
+SAME = {"the same program": of_each_way(RMS), "a lookup": [(OF_LOOKUP, FORWARD, "native")]}
 GAINS = {(RMS, BACKWARD): 1e-4, (LAYER, FORWARD): 3e-4, (RMS, FORWARD): -2e-4}
 # What is faster by how much, what is chosen then, and the time of that.
 CHOSEN = {
@@ -120,7 +121,7 @@ CHOSEN = {
     "left to XLA": ({(RMS, BACKWARD): 1e-4}, {RMS: {BACKWARD: "native"}}, 9e-4),
 }
 # Programs that are compiled, and how many at most.
-PROGRAMS = {"each direction of each function": (5, 6), "under jit": (5, 6), "a mixed default": (4, 6)}
+PROGRAMS = {"faster": (5, 6), "under jit": (5, 6), "a mixed default": (4, 6)}
 AROUND = {"what a context leaves": {RMS: "xla", LAYER: {BACKWARD: "native"}}}
 
 
@@ -162,14 +163,17 @@ def test_what_is_not_faster_once_more_is_dropped(times, monkeypatch):
     assert "beside the default, and is dropped" in str(tuned)
 
 
-def test_it_is_a_choice_that_implementation_takes(times):
+@pytest.fixture
+def tuned(times):
     times[RMS, BACKWARD] = 1e-4
-    step = jax.jit(jax.grad(loss))
-    tuned = jaxnorm.tune(step, X, SCALE)
+    return jaxnorm.tune(STEP, X, SCALE)
+
+
+def test_it_is_a_choice_that_implementation_takes(tuned):
     with jaxnorm.implementation(tuned):
-        runs = {(norm.name, norm.direction): norm.on("cpu") for norm in jaxnorm.explain(step, X, SCALE)}
+        runs = {(norm.name, norm.direction): norm.on("cpu") for norm in jaxnorm.explain(STEP, X, SCALE)}
         compiled.clear()
-        step(X, SCALE)
+        STEP(X, SCALE)
     assert [one for one, run in runs.items() if run.implementation == "xla"] == [(RMS, BACKWARD)]
     assert runs[RMS, BACKWARD].why.endswith("jaxnorm.implementation({'rms_norm': {'backward': 'xla'}})")
     assert compiled == []  # but by tune
@@ -196,13 +200,13 @@ def test_it_tells_the_time_that_is_left(times, monkeypatch, capsys, is_terminal,
     monkeypatch.setattr(turns, "in_turns", in_turns)
     monkeypatch.setattr(turns, "monotonic", lambda: clock[0])
     monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
-    jaxnorm.tune(jax.grad(loss), X, SCALE)
+    jaxnorm.tune(STEP, X, SCALE)
     out, err = capsys.readouterr()
     assert out == ""
     assert [line.rstrip() for line in re.split("[\r\n]", err) if line] == [f"tune: loss: {line}" for line in lines]
     assert (err.count("\n"), err.count("\r")) == ((1, 5) if is_terminal else (len(lines), 0))
     assert err[-1:] == "\n"[: len(lines)]
-    jaxnorm.tune(jax.grad(loss), X, SCALE)
+    jaxnorm.tune(STEP, X, SCALE)
     assert capsys.readouterr().err == ""  # of what is kept
 
 
@@ -246,7 +250,6 @@ def test_a_result_is_kept_by_device_and_sharding(times, devices):
     assert results[1] != results[0]
 
 
-# What each of the programs says, of which none is compiled.
 NATIVE = functools.partial(jaxnorm.rms_norm, implementation="native")
 NOTHING = {
     "no call": (jnp.sin, "no function of jaxnorm is in this program"),
@@ -254,26 +257,21 @@ NOTHING = {
     "a context": (jaxnorm.implementation("xla")(lambda x: jaxnorm.rms_norm(x)), "every call has its implementation"),
     "a pullback": (jax.vjp(jaxnorm.rms_norm, X)[1], "as the call that it is a derivative of was traced before"),
     "no kernel": (lambda x: jaxnorm.rms_norm(x, axis=0), "not the trailing axes"),
+    "no platform": (norms, "XLA's code runs whatever is chosen: there are none for "),
 }
 
 
 @pytest.mark.parametrize("name", NOTHING)
-def test_where_there_is_nothing_to_choose(name):
+def test_where_there_is_nothing_to_choose(name, monkeypatch):
     function, note = NOTHING[name]
+    if name == "no platform":
+        monkeypatch.setattr(ffi, "why_nowhere", lambda platform: f"there are none for {platform}")
     compiled.clear()
     tuned = jaxnorm.tune(function, X)
     assert (compiled, dict(tuned), tuned.compilations, tuned.seconds) == ([], {}, 0, None)
     assert note in str(tuned).replace("\n    ", " ")
     assert all(outcome.startswith("left out: RuntimeError: rms_norm under") for outcome in tried(tuned).values())
     assert len(tuned.trials) == (name == "no kernel")
-
-
-def test_a_platform_without_kernels_needs_no_compilation(monkeypatch):
-    monkeypatch.setattr(ffi, "why_nowhere", lambda platform: f"there are none for {platform}")
-    compiled.clear()
-    tuned = jaxnorm.tune(norms, X, SCALE)
-    assert (compiled, dict(tuned)) == ([], {})
-    assert f"XLA's code runs whatever is chosen: there are none for {jax.default_backend()}"[:40] in str(tuned)
 
 
 @pytest.mark.parametrize("when", ["traced", "run"])
@@ -312,7 +310,6 @@ def test_arguments_are_not_consumed(donated):
     assert x.is_deleted()
 
 
-# Where nothing static hides which they are.
 def test_what_is_not_donated_is_not_copied():
     step = jax.jit(lambda params, x, factor: (x * factor, params["a"] + 1), donate_argnames="params")
     program = turns.Program(step, ({"a": X, "b": SCALE}, X, 2.0), {})
@@ -370,12 +367,6 @@ def test_errors_beside_those_of_arguments(monkeypatch):
         jaxnorm.tune(norms, X, SCALE)
 
 
-@pytest.fixture
-def tuned(times):
-    times[RMS, BACKWARD] = 1e-4
-    return jaxnorm.tune(jax.grad(loss), X, SCALE)
-
-
 TABLE = """\
 function    direction  tried  before  after   outcome
 rms_norm    forward    xla    1 ms    1 ms    not faster
@@ -397,7 +388,7 @@ def test_it_is_a_value(tuned, times, monkeypatch):
     def anew(gain):
         times[RMS, BACKWARD] = gain
         monkeypatch.setattr(tuning, "_cache", {})
-        return jaxnorm.tune(jax.grad(loss), X, SCALE)
+        return jaxnorm.tune(STEP, X, SCALE)
 
     again, traced = anew(2e-4), []
     assert again is not tuned
@@ -439,6 +430,8 @@ def test_it_is_a_context_as_implementation_makes_one():
     assert states(lambda tuned: tuned) == states(jaxnorm.implementation)
     with (tuned := tuned_to(*FIRST)) as entered:
         assert entered is tuned
+    with tuned_to(), jaxnorm.implementation({}):
+        assert chosen() == tuning.options.Context()
     with pytest.raises(ValueError, match="no function 'norm'"), tuned_to(("norm", FORWARD, "xla")):
         pass
     assert chosen() == tuning.options.Context()
@@ -455,18 +448,6 @@ def test_it_is_a_context_of_its_thread():
         thread.submit(tuned.__exit__, None, None, None).result()
 
 
-def test_its_context_is_in_the_key_of_jit():
-    traced = []
-    step = jax.jit(lambda x: traced.append(chosen()) or x)
-    for context in (contextlib.nullcontext(), tuned_to(*FIRST), tuned_to(*FIRST), jaxnorm.implementation({})):
-        with context:
-            step(X)
-    with jaxnorm.implementation(tuned_to(*FIRST)):
-        step(X)
-        inside = chosen()
-    assert traced == [tuning.options.Context(), inside]
-
-
 @pytest.fixture
 def path(tmp_path):
     return tmp_path / "step.json"
@@ -477,7 +458,7 @@ def test_a_file(tuned, path):
     loaded = jaxnorm.Tuned.load(path)
     assert (loaded, hash(loaded), str(loaded)) == (tuned, hash(tuned), str(tuned))
     for args in ((X, SCALE), TYPES):
-        assert jaxnorm.Tuned.load(str(path), jax.grad(loss), *args) == tuned
+        assert jaxnorm.Tuned.load(str(path), STEP, *args) == tuned
     with jaxnorm.implementation(loaded):
         assert dict(loaded) == {RMS: {BACKWARD: "xla"}}
 
@@ -530,14 +511,6 @@ def places(value, path=()):
         yield from places(part, (*path, key))
 
 
-def replaced(value, path, new):
-    if not path:
-        return new
-    copy = dict(value) if isinstance(value, dict) else list(value)
-    copy[path[0]] = replaced(copy[path[0]], path[1:], new)
-    return copy
-
-
 def fits(path, value, new):
     """Whether save might have written this instead."""
     if path[-1:] and path[-1] in ("before", "after", "default_seconds", "seconds"):
@@ -549,10 +522,13 @@ def fits(path, value, new):
 @pytest.mark.parametrize("new", [[], ["a", "b", "c", "d"], {}, {"rms_norm": 1}, 1.5, True, None, "text"], ids=repr)
 def test_a_malformed_file_is_named(tuned, path, new):
     tuned.save(path)
-    file, failed = json.loads(path.read_text()), {}
-    for place in places(file):
-        before = functools.reduce(lambda value, key: value[key], place, file)
-        path.write_text(json.dumps(replaced(file, place, new)))
+    text, failed = path.read_text(), {}
+    for place in places(json.loads(text)):
+        *around, last = (0, *place)
+        file = [json.loads(text)]
+        within = functools.reduce(operator.getitem, around, file)
+        before, within[last] = within[last], new
+        path.write_text(json.dumps(file[0]))
         try:
             jaxnorm.Tuned.load(path)
         except Exception as error:
@@ -574,7 +550,7 @@ def test_calls_are_counted_in_a_message(tuned, path, count):
     calls = [f"rms_norm forward (x: float32[{n},{'8' * 99}])" for n in range(count)]
     path.write_text(json.dumps(json.loads(path.read_text()) | {"calls": calls}))
     with pytest.raises(ValueError, match="is for other calls: only the file has rms_norm forward") as raised:
-        jaxnorm.Tuned.load(path, jax.grad(loss), X, SCALE)
+        jaxnorm.Tuned.load(path, STEP, X, SCALE)
     assert "only the program has layer_norm backward (x: float32[4,8], scale: float32[8]), " in str(raised.value)
     assert ("and 28 more;" in str(raised.value)) == (count == 30)
     assert is_short(raised.value, path)
@@ -608,17 +584,10 @@ def test_threads(times):
 def test_turns():
     called = []
 
-    class Fake:
-        most_calls = 3
+    def fake(name, each):
+        return SimpleNamespace(most_calls=3, seconds=lambda calls: called.append((name, calls)) or each)
 
-        def __init__(self, name, seconds):
-            self.name, self.each = name, seconds
-
-        def seconds(self, calls):
-            called.append((self.name, calls))
-            return self.each
-
-    times = turns.in_turns([Fake("a", 1e-3), Fake("b", 2e-3)])
+    times = turns.in_turns([fake("a", 1e-3), fake("b", 2e-3)])
     assert [time.median for time in times] == [1e-3, 2e-3]
     assert [times[0].beats(times[1]), times[1].beats(times[0])] == [True, False]
     assert called[:4] == [("a", 1), ("a", 1), ("b", 1), ("b", 1)]

@@ -1,6 +1,7 @@
-"""Bad input of each op, and what no kernel serves anywhere."""
+"""Calls of each public function: valid ones, bad input of each op, and what no kernel serves anywhere."""
 
 import inspect
+import math
 import re
 from functools import partial
 
@@ -12,18 +13,18 @@ from op import call, named
 import jaxnorm
 from jaxnorm import Quantization
 
-X, SCALE = jnp.ones((3, 4, 8)), jnp.ones(8)
+X, SCALE, INT8 = jnp.ones((3, 4, 8)), jnp.ones(8), Quantization("int8")
 TOKENS, LABELS = jnp.ones((2, 3, 2, 8)), jnp.zeros((3, 4), "int32")
 
 # A valid call: what is required by a function, by the names of its parameters.
 VALID = dict.fromkeys(("x", "logits", "residual", "gate", "data"), X) | dict.fromkeys(("labels", "ids"), LABELS)
 VALID |= {"q": TOKENS, "k": TOKENS[:, :, :1], "qkv": jnp.ones((2, 3, 4, 8)), "heads": 2, "kv_heads": 1}
 VALID |= {"kernel": jnp.ones((8, 5)), "table": jnp.ones((5, 8)), "segment_ids": LABELS[:, 0]}
-VALID |= {"gate_first": True, "quantization": Quantization("int8")}
+VALID |= {"gate_first": True, "quantization": INT8}
 OWN = {
     "group_norm": {"num_groups": 2},
     "sample": {"uniform": 0.5},
-    "quantized_dot": {"kernel": jaxnorm.quantize_kernel(jnp.ones((8, 5)), Quantization("int8"))},
+    "quantized_dot": {"kernel": jaxnorm.quantize_kernel(jnp.ones((8, 5)), INT8)},
 }
 
 
@@ -37,6 +38,42 @@ def required_by(function):
 
 def valid(function):
     return {name: VALID[name] for name in required_by(function)} | OWN.get(function, {})
+
+
+def _qkv_norm_rotary(x):
+    packed = math.prod(x.shape[-2:-1])
+    kv_heads = packed // (3 if packed % 6 else 6)
+    heads = packed - 2 * kv_heads
+    scale, positions = jnp.ones(x.shape[-1:]), jnp.zeros(x.shape[:-2], int)
+    return jaxnorm.qkv_norm_rotary(x, scale, scale, positions, heads=heads, kv_heads=kv_heads)
+
+
+def _labels(x):
+    return jnp.zeros(x.shape[:-1], int)
+
+
+def _square(x):
+    return jnp.zeros((x.shape[-1], x.shape[-1]))
+
+
+# What a call of an x has for each parameter that is required beside it; and calls that want more.
+BESIDE = {"residual": lambda x: x, "gate": lambda x: x, "gate_first": lambda _: True, "quantization": lambda _: INT8}
+BESIDE |= {"labels": _labels, "kernel": _square}
+OF_X = {
+    "embedding": lambda x: jaxnorm.embedding(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), _labels(x)),
+    "group_norm": lambda x: jaxnorm.group_norm(x, num_groups=math.gcd(32, x.shape[-1])),
+    "qk_norm_rotary": lambda x: jaxnorm.qk_norm_rotary(x, x, positions=jnp.zeros(x.shape[:-2], int)),
+    "qkv_norm_rotary": _qkv_norm_rotary,
+    "quantized_dot": lambda x: jaxnorm.quantized_dot(x, jaxnorm.quantize_kernel(_square(x), INT8)),
+    "sample": lambda x: jaxnorm.sample(x, uniform=0.5, return_log_prob=True),
+    "segment_sum": lambda x: jaxnorm.segment_sum(x, jnp.zeros(x.shape[:1], int), 8),
+}
+
+
+def of_x(name):
+    """A call of this function, of an x of any shape that it takes."""
+    function, (_, *others) = getattr(jaxnorm, name), required_by(name)
+    return OF_X.get(name, lambda x: function(x, **{other: BESIDE[other](x) for other in others}))
 
 
 def in_order(function, parts) -> str:
@@ -148,7 +185,7 @@ ACTIVATION_WITHOUT_KERNEL = named(
     call(jnp.ones((3, 2, 0)), axis=-2).has_no_kernel("length 0"),
 )
 
-TWO = {"num_groups": 2}
+TWO, IMAGES, SQUARES = {"num_groups": 2}, jnp.ones((2, 64, 5, 5)), jnp.ones((2, 64, 4, 4))
 
 GROUP = named(
     call(jnp.ones(8), **TWO).raises(ValueError, "x", (8,), "axis of examples", r"x\[None\]"),
@@ -166,14 +203,10 @@ GROUP = named(
     call(X, SCALE[None, None], **TWO).raises(ValueError, "scale", r"scale.reshape\(-1\)"),
     call(X, X, **TWO).raises(ValueError, "scale", (3, 4, 8), "without them"),
     call(X, SCALE, jnp.ones((2, 8)), **TWO).raises(ValueError, "bias", (2, 8)),
-    call(jnp.ones((2, 64, 5, 5)), num_groups=32).raises(
-        ValueError, "num_groups=32", (2, 64, 5, 5), "channel_axis=1 would fit"
-    ),
-    call(jnp.ones((2, 64, 5, 5)), group_size=16).raises(ValueError, "group_size=16", "channel_axis=1 would fit"),
-    call(jnp.ones((2, 64, 4, 4)), jnp.ones(64), **TWO).raises(ValueError, "scale", (64,), "channel_axis=1 would fit"),
-    call(jnp.ones((2, 64, 4, 4)), None, jnp.ones((2, 64)), **TWO).raises(
-        ValueError, "bias", (2, 64), "channel_axis=1 would fit"
-    ),
+    call(IMAGES, num_groups=32).raises(ValueError, "num_groups=32", (2, 64, 5, 5), "channel_axis=1 would fit"),
+    call(IMAGES, group_size=16).raises(ValueError, "group_size=16", "channel_axis=1 would fit"),
+    call(SQUARES, jnp.ones(64), **TWO).raises(ValueError, "scale", (64,), "channel_axis=1 would fit"),
+    call(SQUARES, None, jnp.ones((2, 64)), **TWO).raises(ValueError, "bias", (2, 64), "channel_axis=1 would fit"),
     call(X, **TWO, activation="mish").raises(ValueError, "activation", "'mish'", "None, 'silu', 'relu' or 'gelu'"),
     call(X, **TWO, activation=partial(jax.nn.gelu, approximate=False)).raises(
         ValueError, "activation", "approximate=False", "of the result"
@@ -192,6 +225,7 @@ GROUP_WITHOUT_KERNEL = named(
 )
 
 # Arguments of Quantization; then calls of quantised norms.
+E4M3, E8M0 = "float8_e4m3fn", "float8_e8m0fnu"
 QUANTIZATION = named(
     call(None).raises(TypeError, "dtype", "None", "float8_e4m3fn, float8_e5m2, int8"),
     call("float99").raises(TypeError, "dtype", "float99", "expected float8_e4m3fn"),
@@ -213,41 +247,32 @@ QUANTIZATION = named(
     call("int8", "token", None, False, 1e-39).raises(ValueError, "max_scale", r"2\*\*-126"),
     call("int8", "token", None, False, np.inf).raises(ValueError, "max_scale", "finite", "inf"),
     call("int8", "token", None, False, np.nan).raises(ValueError, "max_scale", "finite", "nan"),
-    call("float8_e4m3fn", scales_dtype="float8_e8m0fnu").raises(
-        ValueError, "scales_dtype=float8_e8m0fnu", "groups", "'token'", "'group'"
-    ),
-    call("int8", "group", scales_dtype="float8_e8m0fnu").raises(ValueError, "scales_dtype", "floats", "int8", "leave"),
-    call("float8_e4m3fn", "group", max_scale=3.0, scales_dtype="float8_e8m0fnu").raises(
-        ValueError, "max_scale", "power of two", "3.0"
-    ),
-    call("float8_e4m3fn", "group", scales_dtype="float16").raises(
-        TypeError, "scales_dtype", "float16", "float32, float8_e8m0fnu"
-    ),
+    call(E4M3, scales_dtype=E8M0).raises(ValueError, "scales_dtype=float8_e8m0fnu", "groups.*'token'.*'group'"),
+    call("int8", "group", scales_dtype=E8M0).raises(ValueError, "scales_dtype", "floats", "int8", "leave"),
+    call(E4M3, "group", max_scale=3.0, scales_dtype=E8M0).raises(ValueError, "max_scale", "power of two", "3.0"),
+    call(E4M3, "group", scales_dtype="float16").raises(TypeError, "scales_dtype", "float16", "float32, float8_e8m0fnu"),
     call("int8", scales_dtype="fp4").raises(TypeError, "scales_dtype", "'fp4'", "float32"),
     call("int8", "group", scales_layout="F").raises(ValueError, "scales_layout", "'F'", "'row'", "'column'"),
-    call("int8", scales_layout="column").raises(ValueError, "scales_layout=column", "groups", "'token'", "'group'"),
+    call("int8", scales_layout="column").raises(ValueError, "scales_layout=column", "groups.*'token'.*'group'"),
     call("int8", "token", None, False, "1").raises(TypeError, "max_scale", "number", "'1'"),
 )
 
 ROWS = jnp.ones((3, 4, 192))
 TENSOR, GROUPS = Quantization("int8", "tensor"), Quantization("int8", "group")
+OF_64, of_tensor = Quantization("int8", "group", 64), partial(call, ROWS, quantization=TENSOR)
 QUANTIZED = named(
     call(ROWS, quantization=GROUPS).raises(ValueError, "group_size 128", "divide", (3, 4, 192)),
     call(ROWS, quantization=GROUPS, axis=(-2, -1)).raises(ValueError, "'group'", "axis=-1", (-2, -1), "reshape"),
     call(ROWS, quantization=GROUPS, axis=0).raises(ValueError, "granularity='group'", r"\(-3,\)"),
-    call(ROWS, quantization=TENSOR).raises(ValueError, "'tensor'", "static_scale", "None"),
+    of_tensor().raises(ValueError, "'tensor'", "static_scale", "None"),
     call(ROWS, static_scale=1.0).raises(ValueError, "static_scale", "'token'", "leave"),
-    call(ROWS, quantization=Quantization("int8", "group", 64), static_scale=1.0).raises(
-        ValueError, "static_scale", "'group'", "leave"
-    ),
-    call(ROWS, quantization=TENSOR, static_scale=jnp.ones(192)).raises(
-        ValueError, "static_scale", "scalar", (192,), "'token'"
-    ),
-    call(ROWS, quantization=TENSOR, static_scale=jnp.int32(1)).raises(TypeError, "static_scale", "floating", "int32"),
-    call(ROWS, quantization=TENSOR, static_scale=0).raises(ValueError, "static_scale", "at least"),
-    call(ROWS, quantization=TENSOR, static_scale=1e-45).raises(ValueError, "static_scale", "at least", "1e-45"),
-    call(ROWS, quantization=TENSOR, static_scale=float("nan")).raises(ValueError, "static_scale", "finite", "nan"),
-    call(ROWS, quantization=TENSOR, static_scale="1").raises(TypeError, "static_scale", "number", "'1'"),
+    call(ROWS, quantization=OF_64, static_scale=1.0).raises(ValueError, "static_scale", "'group'", "leave"),
+    of_tensor(static_scale=jnp.ones(192)).raises(ValueError, "static_scale", "scalar", (192,), "'token'"),
+    of_tensor(static_scale=jnp.int32(1)).raises(TypeError, "static_scale", "floating", "int32"),
+    of_tensor(static_scale=0).raises(ValueError, "static_scale", "at least"),
+    of_tensor(static_scale=1e-45).raises(ValueError, "static_scale", "at least", "1e-45"),
+    of_tensor(static_scale=float("nan")).raises(ValueError, "static_scale", "finite", "nan"),
+    of_tensor(static_scale="1").raises(TypeError, "static_scale", "number", "'1'"),
 )
 
 QUANTIZED_WITHOUT_KERNEL = named(
@@ -409,11 +434,7 @@ EMBEDDING = named(
     call(X, LABELS).raises(ValueError, "table has shape", (3, 4, 8), r"expected \(rows, columns\)", "Reshape table"),
     call(SCALE, LABELS).raises(ValueError, "table has shape", (8,), r"expected \(rows, columns\)"),
     call(LABELS, TABLE).raises(TypeError, "table is int32 and ids float32", "each other's place"),
-    call(TABLE, TABLE).raises(TypeError, "ids", "integers", "float32", "number rows"),
-    call(TABLE, [0.5]).raises(TypeError, "ids", "integers", "float32"),
-    call(TABLE, True).raises(TypeError, "ids", "integers", "bool"),
     call(TABLE.astype("int8"), LABELS).raises(TypeError, "table", "floating-point dtype", "int8", "table.astype"),
-    call(TABLE, LABELS, dtype="int8").raises(TypeError, "dtype", "floating", "int8"),
     call(TABLE, LABELS, dtype="float64").raises(TypeError, "dtype=float64", "x64"),
     call(TABLE, LABELS, jnp.bfloat16).raises(TypeError, "takes 2 positional", "by name: dtype, out_sharding"),
     call(TABLE, LABELS, out_sharding="a").raises(TypeError, "out_sharding", "PartitionSpec", "str"),
@@ -427,12 +448,7 @@ SEGMENT_SUM = named(
     call(X, IDS[:2], 5).raises(ValueError, "segment_ids have shape", (2,), r"expected \(3,\)"),
     call(X[0, 0, 0], IDS, 5).raises(ValueError, "data", "at least one axis"),
     call(IDS, X, 5).raises(TypeError, "data is int32 and segment_ids float32", "each other's place"),
-    call(X, X[:, 0, 0], 5).raises(TypeError, "segment_ids", "integers", "float32"),
-    call(X, IDS, -1).raises(ValueError, "num_segments", "negative", "-1"),
-    call(X, IDS, 2.0).raises(TypeError, "num_segments", "int", "2.0", "how many sums"),
-    call(X, IDS, True).raises(TypeError, "num_segments", "int", "True"),
     call(X, IDS, 5, True).raises(TypeError, "takes 3 positional", "by name: indices_are_sorted, implementation"),
-    call(X, IDS, 5, indices_are_sorted=1).raises(TypeError, "indices_are_sorted", "bool", "1"),
     call(X, IDS, 5, unique_indices=True).raises(TypeError, "'unique_indices'", "has no unique_indices: leave it out"),
     call(X, IDS, 5, mode="drop").raises(TypeError, "'mode'", "numbers that no segment has are in no sum"),
     call(X, IDS, 5, dtype="float32").raises(TypeError, "'dtype'", "the sums have data's dtype"),

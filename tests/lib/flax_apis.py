@@ -77,15 +77,13 @@ def _pair(dims, dtype="float32"):
 
 
 INSTANCE = functools.partial(jaxnorm.group_norm, group_size=1)
-GATE, SUM, OF_GROUPS = (draw_x, draw_gate), (draw_x, draw_residual), (3, 4, 5, 12)
+GATE, SUM, OF_60, OF_GROUPS = (draw_x, draw_gate), (draw_x, draw_residual), (4, 6, 60), (3, 4, 5, 12)
 ROWS = {
     **{kind: Row(NAMES[kind], NORMS[kind], (draw_x,), DIMS, kind, NAMES[kind]) for kind in KINDS},
     **{f"add {kind}": Row(f"Add{NAMES[kind]}", ADDS[kind], SUM, DIMS, kind, NAMES[kind]) for kind in KINDS},
     **{f"quantized {kind}": _quantized(kind, (draw_x,)) for kind in KINDS},
     **{f"quantized sum {kind}": _quantized(kind, SUM) for kind in KINDS},
-    "gated": Row(
-        "GatedRMSNorm", jaxnorm.gated_rms_norm, GATE, (4, 6, 60), "gated_rms", "RMSNorm", {"gate_first": True}
-    ),
+    "gated": Row("GatedRMSNorm", jaxnorm.gated_rms_norm, GATE, OF_60, "gated_rms", "RMSNorm", {"gate_first": True}),
     "group": Row("GroupNorm", jaxnorm.group_norm, (draw_x,), OF_GROUPS, "group", "GroupNorm", {"num_groups": 4}),
     # Of so few elements as an instance has here, a fast variance has lost digits that these tests look at.
     "instance": Row(

@@ -249,37 +249,30 @@ def own(what):
     return f"it has a {what} of its own"
 
 
+def each_left(cls, **whys):
+    """Layers of a class by name, with what is said of each, and of one that is complex."""
+    return {(name,): (cls, why) for name, why in {**whys, "complex": "it is of complex64"}.items()}
+
+
 def expected_report(api, done):
     """Of `mixed`: the path and class of each layer that is changed, and of each that is left, with the reason."""
     if api == "nnx":
-        changed = {
-            ("listed", 0): flax.nnx.Linear,
-            ("listed", 1): NamedLinear,
-            ("by_name", "inner"): flax.nnx.Linear,
-            ("sequence", "layers", 0): flax.nnx.Linear,
-        }
+        linear, paths = flax.nnx.Linear, [("listed", 0), ("by_name", "inner"), ("sequence", "layers", 0)]
         why = f"only flax.nnx.Linear is {done}{_BY_PRODUCT if done != 'quantised' else ''}"
-        return changed, {
+        return dict.fromkeys(paths, linear) | {("listed", 1): NamedLinear}, {
+            **each_left(linear, own_dot=own("dot_general"), own_promotion=own("promote_dtype")),
             ("general",): (flax.nnx.LinearGeneral, why),
             ("scaled",): (ScaledLinear, _OWN_CALL),
             ("lora",): (flax.nnx.LoRALinear, _OWN_CALL),
-            ("own_dot",): (flax.nnx.Linear, own("dot_general")),
-            ("own_promotion",): (flax.nnx.Linear, own("promote_dtype")),
-            ("complex",): (flax.nnx.Linear, "it is of complex64"),
         }
     if api == "linen":
         dense, general = flax.linen.Dense, flax.linen.DenseGeneral
         why = "Dense and DenseGeneral are quantised" if done == "quantised" else f"Dense is {done}"
         why = f"only flax.linen.{why}"
         changed = {("listed_0",): dense, ("listed_1",): NamedDense, ("scaled", "inner"): dense, ("last",): dense}
-        left = {
-            ("own_dot",): (dense, own("dot_general")),
-            ("own_class",): (dense, own("dot_general_cls")),
-            ("scaled",): (ScaledDense, _OWN_CALL),
-            ("complex",): (dense, "it is of complex64"),
-            ("einsum",): (flax.linen.Einsum, why),
-            ("embed",): (flax.linen.Embed, why),
-        }
+        left = each_left(dense, own_dot=own("dot_general"), own_class=own("dot_general_cls"))
+        left |= {(name,): (cls, why) for name, cls in (("einsum", flax.linen.Einsum), ("embed", flax.linen.Embed))}
+        left[("scaled",)] = ScaledDense, _OWN_CALL
         if done == "quantised":
             return changed | {("general",): general}, left
         return changed, left | {("general",): (general, f"{why}{_BY_PRODUCT}")}

@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from contextlib import nullcontext
 from functools import partial
 
 import jax
@@ -37,9 +38,9 @@ def placed(mesh, args, specs):
     return [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip(args, specs, strict=True)]
 
 
-def on_mesh(mesh, function, args, specs, **options):
+def on_mesh(mesh, function, args, specs, *, is_set=True, **options):
     """What a function gives on a mesh of operands that are split so, and the text of its program; options of jit."""
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(mesh) if is_set else nullcontext():
         spread = placed(mesh, args, specs)
         compiled = jax.jit(function, **options).lower(*spread).compile()
         return compiled(*spread), compiled.as_text()
@@ -70,6 +71,12 @@ def result_spec(op, spec):
 
 def place(op, mesh, spec):
     return placed(mesh, op.draw(size_of(op)), specs_of(op, spec))
+
+
+def results(op, transform=lambda function: function, **given):
+    """Those that differ over features, or have one number for each row."""
+    # Not dequantised in the same program: XLA on a GPU may leave the rounding out then.
+    return transform(lambda *args: [r for r in op.function(*args, **size_of(op).options, **given) if r.ndim][:2])
 
 
 def gradients(op, transform=lambda function: function, **given):

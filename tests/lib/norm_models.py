@@ -75,18 +75,10 @@ def gemma_norm(norm, x):
 
 
 CUSTOM = {GemmaNorm: gemma_norm}
-REPLACED = {
-    ("attention", "query_ln"): flax.nnx.LayerNorm,
-    ("attention", "key_ln"): flax.nnx.LayerNorm,
-    ("listed", 0): flax.nnx.RMSNorm,
-    ("listed", 1): NamedNorm,
-    ("by_name", "norm"): flax.nnx.LayerNorm,
-    ("by_name", "own"): GemmaNorm,
-    ("sequence", "layers", 0): flax.nnx.LayerNorm,
-    ("groups",): flax.nnx.GroupNorm,
-    ("embed",): flax.nnx.Embed,
-    ("embeds", 0): NamedEmbed,
-}
+REPLACED = {("attention", "query_ln"): flax.nnx.LayerNorm, ("attention", "key_ln"): flax.nnx.LayerNorm}
+REPLACED |= {("listed", 0): flax.nnx.RMSNorm, ("listed", 1): NamedNorm, ("by_name", "norm"): flax.nnx.LayerNorm}
+REPLACED |= {("by_name", "own"): GemmaNorm, ("sequence", "layers", 0): flax.nnx.LayerNorm}
+REPLACED |= {("groups",): flax.nnx.GroupNorm, ("embed",): flax.nnx.Embed, ("embeds", 0): NamedEmbed}
 
 
 def why_own(line):
@@ -149,15 +141,9 @@ def linen_function(norm, x):
 
 
 LINEN_CUSTOM = {LinenGemmaNorm: linen_function}
-LINEN_REPLACED = {
-    ("Embed_0",): flax.linen.Embed,
-    ("RMSNorm_0",): flax.linen.RMSNorm,
-    ("attention", "query_ln"): flax.linen.LayerNorm,
-    ("attention", "key_ln"): flax.linen.LayerNorm,
-    ("LinenNamedNorm_0",): LinenNamedNorm,
-    ("own",): LinenGemmaNorm,
-    ("groups",): flax.linen.GroupNorm,
-}
+LINEN_REPLACED = {("Embed_0",): flax.linen.Embed, ("RMSNorm_0",): flax.linen.RMSNorm}
+LINEN_REPLACED |= {("attention", "query_ln"): flax.linen.LayerNorm, ("attention", "key_ln"): flax.linen.LayerNorm}
+LINEN_REPLACED |= {("LinenNamedNorm_0",): LinenNamedNorm, ("own",): LinenGemmaNorm, ("groups",): flax.linen.GroupNorm}
 LINEN_LEFT = {
     ("LinenScaledEmbed_0",): (LinenScaledEmbed, _OWN_CALL),
     ("batch",): (flax.linen.BatchNorm, "jaxnorm has no such norm"),
@@ -210,14 +196,9 @@ class EquinoxMixed(eqx.Module):
         return self.block.inner(self.named["a"](x))
 
 
-EQUINOX_REPLACED = {
-    ("norm",): eqx.nn.RMSNorm,
-    ("listed", 0): eqx.nn.LayerNorm,
-    ("listed", 2): eqx.nn.GroupNorm,
-    ("named", "a"): eqx.nn.RMSNorm,
-    ("block", "inner"): eqx.nn.LayerNorm,
-    ("embedding",): eqx.nn.Embedding,
-}
+EQUINOX_REPLACED = {("norm",): eqx.nn.RMSNorm, ("listed", 0): eqx.nn.LayerNorm, ("listed", 2): eqx.nn.GroupNorm}
+EQUINOX_REPLACED |= {("named", "a"): eqx.nn.RMSNorm, ("block", "inner"): eqx.nn.LayerNorm}
+EQUINOX_REPLACED |= {("embedding",): eqx.nn.Embedding}
 _OWN = "it is a class of the model's own"
 EQUINOX_LEFT = {
     ("block",): (NormedBlock, _OWN),

@@ -105,7 +105,7 @@ def call(kind, quantization, x, scale=None, bias=None, smooth=None, residual=Non
 
 
 def functions_of(quantized):
-    """A row's function of values and scales, and the one that is differentiated: the dequantised result."""
+    """Of a row: its function of values and scales, and the one that is differentiated: the dequantised result."""
 
     def function(*args, **options):
         q = quantized(*args, **options)
@@ -114,7 +114,7 @@ def functions_of(quantized):
     def derived(*args, **options):
         return (quantized(*args, straight_through=True, **options).dequantize(),)
 
-    return {"function": function, "derived": derived}
+    return {"function": function, "derived": derived, "exact": None, "exact_gradients": None, "backward_sizes": ()}
 
 
 @cache

@@ -357,10 +357,8 @@ def lookup(draw: Draw) -> Call:
     lead, dtype = draw.rows(), draw.pick(DTYPES)
     table = draw.floats((draw.pick((1, *GROUPS, 40, 300)), draw.pick(COLS)), dtype)
     ids = jnp.asarray(draw.rng.integers(-len(table), len(table), lead), "int32")
-    operands = {"table": table, "ids": ids}
-    return _call(
-        jaxnorm.embedding, operands, ("table",), ("ids",) if lead else (), dtype=draw.pick((None, dtype, *DTYPES))
-    )
+    args = {"table": table, "ids": ids}
+    return _call(jaxnorm.embedding, args, ("table",), ("ids",) if lead else (), dtype=draw.pick((None, dtype, *DTYPES)))
 
 
 def segment_sum(draw: Draw) -> Call:

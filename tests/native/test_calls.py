@@ -138,11 +138,9 @@ def test_a_malformed_call_of_cuda(name):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"depth": COLS + 8}, "depth is 72, expected a multiple of 16"),
-        ({"depth": 0}, "depth"),
+        *(({"depth": COLS + 8}, "depth is 72, expected a multiple of 16"), ({"depth": 0}, "depth")),
         ({"cols": 40}, "columns of y is 40, expected a multiple of 16"),
-        ({"x_dtype": E5M2, "dtype": E5M2}, "both F8E5M2"),
-        ({"to": F32}, "bias and y is F32"),
+        *(({"x_dtype": E5M2, "dtype": E5M2}, "both F8E5M2"), ({"to": F32}, "bias and y is F32")),
     ],
 )
 def test_a_malformed_product(changes, message):

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import jaxlib
 import numpy as np
 import pytest
-from calls import of_x
+from bad_calls import of_x
 from internals import choose_fastest, functions, reasons
 from native import is_built, without_cuda
 from table import OPS
@@ -21,7 +21,7 @@ import jaxnorm
 
 # Queries or keys, with a scale for each of 32 heads.
 WAYS = ("forward", "backward")
-HEADS = ("--shape", "8x2048x32x128", "--scale-shape", "32x128")
+HEADS = "--shape 8x2048x32x128 --scale-shape 32x128"
 
 
 @pytest.fixture
@@ -50,9 +50,10 @@ def test_what_is_there(info):
 
 
 @pytest.mark.needs("kernels")
-def test_the_default_call_is_native(info):
-    platform, report = {"cpu": "cpu", "gpu": "cuda"}[jax.default_backend()], call(info)
-    assert (report["implementation"], report["platform"]) == ("native", platform)
+def test_calls_by_default_are_native(info):
+    reports = call(info), call(info, "--op", "qk_norm_rotary", *HEADS.split()[:2])
+    platform = {"cpu": "cpu", "gpu": "cuda"}[jax.default_backend()]
+    assert [(report["implementation"], report["platform"]) for report in reports] == [("native", platform)] * 2
 
 
 @pytest.mark.needs("kernels")
@@ -88,50 +89,42 @@ def test_in_words(info, arguments):
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        (("--platform", "tpu"), "none for tpu"),
-        (("--platform", "rocm"), "none for rocm"),
-        (("--dtype", "float64"), "x is float64"),
-        (("--dtype", "float16", "--out-dtype", "bfloat16"), "one of them float32"),
-        (("--shape", "4x0"), "length 0"),
-        (("--op", "gated_rms_norm", "--shape", "4x20000"), "take at most 16384"),
-        (("--op", "gated_rms_norm_quantized", "--shape", "4x20000"), "take at most 16384"),
-        (("--op", "gated_rms_norm", "--out-dtype", "bfloat16"), "want them equal"),
-        (("--op", "rms_norm_add_rms_norm", "--out-dtype", "bfloat16"), "kernels with two norms want them equal"),
-        (("--shape", "8x16x4x9000", "--scale-shape", "4x9000"), "more than 8192"),
-        (("--op", "softmax", "--axes", "2"), "kernels take one"),
-        (("--op", "rms_norm_quantized", *HEADS), "no kernel that quantises"),
-        (("--op", "qk_norm_rotary", "--shape", "4096x4096"), "heads of 4096 elements"),
-        (("--op", "qkv_norm_rotary", "--shape", "8x64x1024"), "heads of 1024 elements"),
-        (("--op", "qkv_norm_rotary", "--shape", "8x6x64", "--dtype", "float64"), "qkv is float64"),
-        (("--op", "quantize"), "in jax.numpy on every platform"),
-        (("--op", "quantized_dot", "--platform", "cpu"), "a kernel for cuda, none for cpu"),
-        (("--op", "quantized_dot", "--platform", "cuda", "--dtype", "int8"), "cuBLASLt is taken for float8"),
-        (("--op", "quantized_dot", "--platform", "cuda", "--columns", "8"), "(8, 4096), and cuBLASLt wants multiples"),
-        (("--op", "float8_linear", "--platform", "cpu"), "a kernel for cuda, none for cpu"),
-        (("--op", "float8_linear", "--platform", "cuda", "--columns", "8"), "(8, 4096), and cuBLASLt wants multiples"),
-        (("--op", "embedding", "--dtype", "float64"), "the rows are float64, kernels take bfloat16, float16, float32"),
-        (("--op", "segment_sum", "--shape", "8x0", "--dtype", "float64"), "the rows are float64"),
-        (("--op", "qk_norm_rotary", "--shape", "8x64", "--out-dtype", "bfloat16"), "want them equal"),
-        (("--op", "qk_norm_rotary", "--shape", "8x64", "--dtype", "float64"), "q is float64"),
+        *(("--platform tpu", "none for tpu"), ("--platform rocm", "none for rocm")),
+        *(("--dtype float64", "x is float64"), ("--dtype float16 --out-dtype bfloat16", "one of them float32")),
+        *(("--shape 4x0", "length 0"), ("--op gated_rms_norm --shape 4x20000", "take at most 16384")),
+        ("--op gated_rms_norm_quantized --shape 4x20000", "take at most 16384"),
+        ("--op gated_rms_norm --out-dtype bfloat16", "want them equal"),
+        ("--op rms_norm_add_rms_norm --out-dtype bfloat16", "kernels with two norms want them equal"),
+        ("--shape 8x16x4x9000 --scale-shape 4x9000", "more than 8192"),
+        ("--op softmax --axes 2", "kernels take one"),
+        (f"--op rms_norm_quantized {HEADS}", "no kernel that quantises"),
+        ("--op qk_norm_rotary --shape 4096x4096", "heads of 4096 elements"),
+        ("--op qkv_norm_rotary --shape 8x64x1024", "heads of 1024 elements"),
+        ("--op qkv_norm_rotary --shape 8x6x64 --dtype float64", "qkv is float64"),
+        ("--op quantize", "in jax.numpy on every platform"),
+        ("--op quantized_dot --platform cpu", "a kernel for cuda, none for cpu"),
+        ("--op quantized_dot --platform cuda --dtype int8", "cuBLASLt is taken for float8"),
+        ("--op quantized_dot --platform cuda --columns 8", "(8, 4096), and cuBLASLt wants multiples"),
+        ("--op float8_linear --platform cpu", "a kernel for cuda, none for cpu"),
+        ("--op float8_linear --platform cuda --columns 8", "(8, 4096), and cuBLASLt wants multiples"),
+        ("--op embedding --dtype float64", "the rows are float64, kernels take bfloat16, float16, float32"),
+        ("--op segment_sum --shape 8x0 --dtype float64", "the rows are float64"),
+        ("--op qk_norm_rotary --shape 8x64 --out-dtype bfloat16", "want them equal"),
+        ("--op qk_norm_rotary --shape 8x64 --dtype float64", "q is float64"),
     ],
 )
 def test_where_the_formula_runs(info, arguments, why):
-    report = call(info, *arguments)
+    report = call(info, *arguments.split())
     assert report["implementation"] == "xla"
     assert why in report["why"]
 
 
 @pytest.mark.needs("kernels")
-def test_queries_and_keys_are_native(info):
-    assert call(info, "--op", "qk_norm_rotary", *HEADS[:2])["implementation"] == "native"
-
-
-@pytest.mark.needs("kernels")
 @pytest.mark.parametrize("op", ["rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm"])
 def test_a_scale_for_each_head(info, op):
-    report = call(info, "--op", op, *HEADS)
+    report = call(info, "--op", op, *HEADS.split())
     assert (report["scale_shape"], report["implementation"]) == ([32, 128], "native")
-    assert "float32[8x2048x32x128], scale[32x128], to float32" in info("--op", op, *HEADS)
+    assert "float32[8x2048x32x128], scale[32x128], to float32" in info("--op", op, *HEADS.split())
 
 
 OF_ROWS = ("gated_rms_norm", "rms_norm_add_rms_norm")
@@ -227,42 +220,36 @@ def test_of_two_directions_one_has_a_kernel(info, op, way, other):
     assert report["why"].startswith("XLA's code is asked for under")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--dtype", "bf16"), "'bf16' is no dtype; did you mean bfloat16?"),
-        (("--dtype", "number"), "expected one of bfloat16, float16, float32, float4_e2m1fn, float64, float8"),
-        (("--dtype", "int8"), "--dtype is int8, expected one of bfloat16, float16, float32, float64."),
-        (("--op", "add_rms_norm", "--residual-dtype", "int8"), "--residual-dtype is int8, expected one of bfloat16"),
-        (("--residual-dtype", "float32"), "rms_norm adds no residual"),
-        (("--op", "gated_rms_norm", "--residual-dtype", "float32"), "gated_rms_norm adds no residual"),
-        (("--out-dtype", "fp16"), "'fp16' is no dtype; did you mean float16?"),
-        (("--op", "RMSNorm"), "'RMSNorm' is no function; did you mean rms_norm?"),
-        (("--op", "linear_cross_entropie"), "did you mean linear_cross_entropy?"),
-        (("--op", "attention"), "expected one of add_layer_norm, "),
-        (("--columns", "8"), "rms_norm has no matrix beside x"),
-        (("--op", "quantize", "--dtype", "int8"), "--dtype is int8, expected one of bfloat16"),
-        (("--op", "segment_sum", "--out-dtype", "bfloat16"), "segment_sum has no results of bfloat16, but of float32"),
-        (("--html", "/nowhere/plan.html"), "--html: [Errno 2] No such file or directory: '/nowhere/plan.html'"),
-    ],
-)
-def test_errors_name_the_remedy(info, capsys, arguments, message):
-    with pytest.raises(SystemExit, match="2"):
-        info(*arguments)
-    assert message in capsys.readouterr().err
-
-
 BAD = (
-    *("--shape 4,4", "--axes 3", "--axes 0", "--op gated_rms_norm --axes 2", "--dtype int8", "--out-dtype int8"),
-    *(f"--op gated_rms_norm {' '.join(HEADS)}", "--op rms_norm_quantized --out-dtype bfloat16"),
+    *("--shape 4,4", "--axes 3", "--axes 0", "--op gated_rms_norm --axes 2", "--out-dtype int8"),
+    *(f"--op gated_rms_norm {HEADS}", "--op rms_norm_quantized --out-dtype bfloat16"),
     *(f"--shape 8x128 --scale-shape {shape}" for shape in ("64", "4x128", "2x8x128")),
 )
 
 
-@pytest.mark.parametrize("arguments", BAD)
-def test_bad_arguments(info, arguments):
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        *((arguments, "error: ") for arguments in BAD),
+        ("--dtype bf16", "'bf16' is no dtype; did you mean bfloat16?"),
+        ("--dtype number", "expected one of bfloat16, float16, float32, float4_e2m1fn, float64, float8"),
+        ("--dtype int8", "--dtype is int8, expected one of bfloat16, float16, float32, float64."),
+        ("--op add_rms_norm --residual-dtype int8", "--residual-dtype is int8, expected one of bfloat16"),
+        ("--residual-dtype float32", "rms_norm adds no residual"),
+        ("--op gated_rms_norm --residual-dtype float32", "gated_rms_norm adds no residual"),
+        ("--out-dtype fp16", "'fp16' is no dtype; did you mean float16?"),
+        ("--op RMSNorm", "'RMSNorm' is no function; did you mean rms_norm?"),
+        ("--op linear_cross_entropie", "did you mean linear_cross_entropy?"),
+        *(("--op attention", "expected one of add_layer_norm, "), ("--columns 8", "rms_norm has no matrix beside x")),
+        ("--op quantize --dtype int8", "--dtype is int8, expected one of bfloat16"),
+        ("--op segment_sum --out-dtype bfloat16", "segment_sum has no results of bfloat16, but of float32"),
+        ("--html /nowhere/plan.html", "--html: [Errno 2] No such file or directory: '/nowhere/plan.html'"),
+    ],
+)
+def test_errors_name_the_remedy(info, capsys, arguments, message):
     with pytest.raises(SystemExit, match="2"):
         info(*arguments.split())
+    assert message in capsys.readouterr().err
 
 
 SHAPES = ("8x64", "8x63", "64", "0x64", "8x0", "2x3x4x96", "5x1x64", "2x2x7", "1x1")

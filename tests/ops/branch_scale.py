@@ -51,11 +51,8 @@ def scaled(kind):
         unfused=unfused,
         sizes=(
             *(rows(7, cols) for cols in (1, 24, 128, 257, 1024, 4096, 4097, 40_000)),
-            rows(2048, 4096),
-            Size((3, 4, 64), (3, 1, 64)),
-            Size((3, 5, 1152), (3, 1, 1152)),
-            Size((3, 4, 64), (3, 4, 64)),
-            Size((2, 3, 4, 64), (2, 3, 1, 64)),
+            *(rows(2048, 4096), Size((3, 4, 64), (3, 1, 64)), Size((3, 5, 1152), (3, 1, 1152))),
+            *(Size((3, 4, 64), (3, 4, 64)), Size((2, 3, 4, 64), (2, 3, 1, 64))),
         ),
         options=({"scale_offset": 1.0}, {"multiply_before_cast": False}, {"out_dtype": np.dtype("float32")}),
         gradients=("dx", "dx", "dscale", "dbias", "dx"),

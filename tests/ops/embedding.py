@@ -60,18 +60,9 @@ def from_the_end(ids, length):
 
 
 # What the kernels divide: whole vectors and none, chunks of the list and of a row that most positions have, long rows.
-SIZES = {
-    "short rows": (50, 7, 700),
-    "vectors": (130, 24, 700),
-    "few positions": (2000, 40, 90),
-    "many chunks": (9, 36, 9000),
-    "long rows": (40, 1100, 130),
-    "one column": (40, 1, 333),
-    "one row": (1, 12, 333),
-    "no position": (40, 12, 0),
-    "no row": (0, 12, 5),
-    "no column": (5, 0, 12),
-}
+SIZES = {"short rows": (50, 7, 700), "vectors": (130, 24, 700), "few positions": (2000, 40, 90)}
+SIZES |= {"many chunks": (9, 36, 9000), "long rows": (40, 1100, 130), "one column": (40, 1, 333)}
+SIZES |= {"one row": (1, 12, 333), "no position": (40, 12, 0), "no row": (0, 12, 5), "no column": (5, 0, 12)}
 
 
 def of(*names):
@@ -258,16 +249,14 @@ def test_the_gradient_has_the_same_bits_in_each_run(kind, size, of_rows):
 
 
 @pytest.mark.needs("gpu")
-@pytest.mark.parametrize(
-    ("length", "columns", "count"), [(151936, 2560, 8192), (262144, 1152, 8192), (50257, 768, 65536)]
-)
+@pytest.mark.parametrize(("length", "cols", "count"), [(151936, 2560, 8192), (262144, 1152, 8192), (50257, 768, 65536)])
 @pytest.mark.parametrize("heads", [0, 1])
-def test_language_models_gradients_have_the_same_bits_by_default(length, columns, count, heads):
+def test_language_models_gradients_have_the_same_bits_by_default(length, cols, count, heads):
     args = (
-        jnp.zeros((length, columns)),
+        jnp.zeros((length, cols)),
         numbers("log-uniform", count, length),
-        draw("rows", (count, columns), "bfloat16"),
-        *[jnp.ones((length, columns))] * heads,
+        draw("rows", (count, cols), "bfloat16"),
+        *[jnp.ones((length, cols))] * heads,
     )
     *_, backward = jaxnorm.explain(gradient, *args)
     assert {runs.platform: runs.implementation for runs in backward.runs}["cuda"] == "native"
@@ -300,12 +289,7 @@ TRANSFORMATIONS = {
 
 @pytest.mark.any_code
 @pytest.mark.on_emulator
-@cover(
-    transformation=TRANSFORMATIONS,
-    axes=EXAMPLES,
-    of_head=[False, True],
-    implementation=(*IMPLEMENTATIONS, None),
-)
+@cover(transformation=TRANSFORMATIONS, axes=EXAMPLES, of_head=[False, True], implementation=(*IMPLEMENTATIONS, None))
 def test_examples_of_table_and_ids(transformation, axes, of_head, implementation):
     table = draw("table", (LENGTH, COLUMNS) if axes[0] is None else (3, LENGTH, COLUMNS))
     ids = numbers("others", 3 * 21, LENGTH).reshape(*([] if axes[1] is None else [3]), 7, -1)
@@ -351,10 +335,8 @@ def test_examples_of_segments(moving, derivative, is_sorted, implementation):
 def test_examples_that_no_kernel_takes(monkeypatch, dtype):
     monkeypatch.setattr(op, "MOST", 10)
     tables, ids = jnp.zeros((2, 9, 4), dtype), jnp.zeros((2, 10_000), "int32")
-    rows, pullback = jax.vjp(lambda tables: jax.vmap(jaxnorm.embedding)(tables, ids), tables)
-    np.testing.assert_array_equal(
-        f64(pullback(jnp.ones_like(rows))[0][:, 0]), f64(round_to(np.full((2, 4), 1e4), dtype))
-    )
+    y, pullback = jax.vjp(lambda tables: jax.vmap(jaxnorm.embedding)(tables, ids), tables)
+    np.testing.assert_array_equal(f64(pullback(jnp.ones_like(y))[0][:, 0]), f64(round_to(np.full((2, 4), 1e4), dtype)))
     sums = partial(jaxnorm.segment_sum, num_segments=9)
     calls = [
         *jaxnorm.explain(jax.vmap(sums), ids * 1.0, ids),
@@ -377,12 +359,10 @@ def test_higher_derivatives_along_a_curve(implementation):
     table, ids = draw("table", (LENGTH, COLUMNS)), numbers("others", 21, LENGTH)
     series = [jnp.cos(table), jnp.sin(table)]
 
-    def value(lookup):
+    def of(lookup):
         return jet.jet(lambda table: loss(lookup)(table, ids), (table,), (series,))
 
-    actual, expected = map(
-        value, (partial(jaxnorm.embedding, implementation=implementation), partial(jnp.take, axis=0))
-    )
+    actual, expected = map(of, (partial(jaxnorm.embedding, implementation=implementation), partial(jnp.take, axis=0)))
     assert_near(actual, expected, 1e-4)
     rows = draw("rows", (21, COLUMNS))
     (sums, terms) = jet.jet(partial(jaxnorm.segment_sum, segment_ids=ids, num_segments=9), (rows,), ([rows, 2 * rows],))
@@ -430,12 +410,7 @@ SPLITS = {
 
 
 @pytest.mark.needs("kernels")
-@cover(
-    split=SPLITS,
-    mode=["auto", "explicit"],
-    dtype=["float32", "bfloat16"],
-    way=WAYS,
-)
+@cover(split=SPLITS, mode=["auto", "explicit"], dtype=["float32", "bfloat16"], way=WAYS)
 def test_devices_add_what_they_have(devices, split, mode, dtype, way):
     (of_table, of_ids, of_rows), added = split
     implementation, heads = way

@@ -106,28 +106,19 @@ def group_norm(activation=None):
         sizes=(
             *(rows(7, 4, 6, 24, group_size=size) for size in (1, 3, 6, 24)),
             *(rows(7, cols, group_size=size) for cols, size in ((24, 6), (1000, 100), (4096, 1024), (4096, None))),
-            rows(5, 9, 60, group_size=20),
-            rows(3, 5, 3, group_size=3),
-            rows(2, 4099, 96, group_size=3),
-            rows(7, 6, 24, group_size=6)._replace(weights=(7, 24)),
-            rows(2, 32, 32, 320, group_size=10),
-            rows(2, 16, 16, 1280, group_size=40),
-            rows(2, 64, 64, 64, group_size=2),
+            *(rows(5, 9, 60, group_size=20), rows(3, 5, 3, group_size=3), rows(2, 4099, 96, group_size=3)),
+            *(rows(7, 6, 24, group_size=6)._replace(weights=(7, 24)), rows(2, 32, 32, 320, group_size=10)),
+            *(rows(2, 16, 16, 1280, group_size=40), rows(2, 64, 64, 64, group_size=2)),
         ),
         options=({"scale_offset": 1.0}, {"epsilon": 1.0}, {"out_dtype": np.dtype("float32")}),
         # Many examples, and many positions of one.
         backward_sizes=(
-            rows(600, 5, 40, group_size=10),
-            rows(4099, 24, group_size=6),
-            rows(1, 20_000, 64, group_size=2),
+            *(rows(600, 5, 40, group_size=10), rows(4099, 24, group_size=6), rows(1, 20_000, 64, group_size=2)),
             rows(65, 7, 64, group_size=16)._replace(weights=(65, 64)),
         ),
         lengths=(
-            rows(9, 5, 128, group_size=32),
-            rows(9, 5, 100, group_size=20),
-            rows(9, 640, group_size=128),
-            rows(9, 3, 4, 64, group_size=2),
-            rows(9, 33, 33, 32, group_size=1),
+            *(rows(9, 5, 128, group_size=32), rows(9, 5, 100, group_size=20), rows(9, 640, group_size=128)),
+            *(rows(9, 3, 4, 64, group_size=2), rows(9, 33, 33, 32, group_size=1)),
         ),
         many=(rows(600, 5, 128, group_size=32), rows(600, 640, group_size=20)),
         statistics=2,
@@ -155,32 +146,22 @@ class Case(NamedTuple):
     mean: float = 1
 
 
-CASES = {
-    "whole vectors": Case((3, 7, 512), 32),
-    "no activation": Case((3, 7, 512), 32, None),
-    "relu": Case((3, 7, 512), 32, "relu"),
-    "gelu": Case((3, 7, 512), 32, "gelu"),
-    "20 channels a group, several tiles": Case((2, 10, 10, 640), 32),
-    "instances, 3 channels": Case((2, 9, 9, 3), 3, "gelu"),
-    "one group of 3 channels": Case((2, 9, 9, 3), 1, "relu"),
-    "one group of all": Case((2, 64, 64, 20), 1),
-    "odd channels": Case((2, 33, 33, 255), 15, None),
-    "odd and many channels": Case((2, 3, 4097), 17),
-    "no positions": Case((300, 64), 4),
-    "many examples of few positions": Case((300, 4, 32), 4, "gelu"),
-    "examples of a thread each": Case((20, 16, 16, 128), 32),
-    "long": Case((1, 4096, 520), 26),
-    "bf16": Case((2, 9, 9, 40), 4, x=BF16, y=BF16, weight=BF16),
-    "f16": Case((2, 9, 9, 40), 4, "gelu", F16, F16),
-    "f16 to f32": Case((2, 9, 9, 40), 4, "relu", F16, F32, F16),
-    "f32 to bf16": Case((2, 9, 9, 40), 4, None, F32, BF16, BF16),
-    "weights of examples": Case((5, 9, 24), 3, per_example=True),
-    "weights of examples, not folded": Case((5, 9, 512), 8, per_example=True),
-    "no scale": Case((3, 9, 24), 3, absent="scale"),
-    "no bias": Case((3, 9, 24), 3, absent="bias"),
-    "neither": Case((3, 9, 24), 3, absent="scale, bias"),
-    "a mean far from 0": Case((2, 40, 40, 64), 8, None, mean=1e4),
-}
+CASES = {"whole vectors": Case((3, 7, 512), 32), "no activation": Case((3, 7, 512), 32, None)}
+CASES |= {"relu": Case((3, 7, 512), 32, "relu"), "gelu": Case((3, 7, 512), 32, "gelu")}
+CASES |= {"20 channels a group, several tiles": Case((2, 10, 10, 640), 32)}
+CASES |= {"instances, 3 channels": Case((2, 9, 9, 3), 3, "gelu")}
+CASES |= {"one group of 3 channels": Case((2, 9, 9, 3), 1, "relu"), "one group of all": Case((2, 64, 64, 20), 1)}
+CASES |= {"odd channels": Case((2, 33, 33, 255), 15, None), "odd and many channels": Case((2, 3, 4097), 17)}
+CASES |= {"no positions": Case((300, 64), 4), "many examples of few positions": Case((300, 4, 32), 4, "gelu")}
+CASES |= {"examples of a thread each": Case((20, 16, 16, 128), 32), "long": Case((1, 4096, 520), 26)}
+CASES |= {"bf16": Case((2, 9, 9, 40), 4, x=BF16, y=BF16, weight=BF16), "f16": Case((2, 9, 9, 40), 4, "gelu", F16, F16)}
+CASES |= {"f16 to f32": Case((2, 9, 9, 40), 4, "relu", F16, F32, F16)}
+CASES |= {"f32 to bf16": Case((2, 9, 9, 40), 4, None, F32, BF16, BF16)}
+CASES |= {"weights of examples": Case((5, 9, 24), 3, per_example=True)}
+CASES |= {"weights of examples, not folded": Case((5, 9, 512), 8, per_example=True)}
+CASES |= {"no scale": Case((3, 9, 24), 3, absent="scale"), "no bias": Case((3, 9, 24), 3, absent="bias")}
+CASES |= {"neither": Case((3, 9, 24), 3, absent="scale, bias")}
+CASES |= {"a mean far from 0": Case((2, 40, 40, 64), 8, None, mean=1e4)}
 # Relative L2 error. dscale and dbias are rounded to the dtype of the weight.
 MOST = {F32: {"y": 3e-7, "dx": 1e-6, "w": 5e-6}, F16: {"y": 3e-4, "dx": 3e-4, "w": 3e-4}}
 # What a mean of float32 is off far from 0 is not small beside the deviations; the CPU's kernels keep the rest of it.

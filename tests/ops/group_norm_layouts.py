@@ -173,11 +173,8 @@ def test_channels_first_are_a_call_of_layer_norm_each_way(of_examples):
 
 
 OPTIONS = [
-    {"group_size": 6},
-    {"group_size": 6, "scale_offset": 1.0},
-    {"group_size": 1, "epsilon": 1.0},
-    {"group_size": None},
-    {"group_size": 6, "out_dtype": np.dtype("float32")},
+    *({"group_size": 6}, {"group_size": 6, "scale_offset": 1.0}, {"group_size": 1, "epsilon": 1.0}),
+    *({"group_size": None}, {"group_size": 6, "out_dtype": np.dtype("float32")}),
 ]
 
 
@@ -194,9 +191,7 @@ def test_channels_first_are_rounded_once(dtype):
 def test_a_vmap_of_channels_first(of_examples, axes):
     args = operands_first(of_examples)
     stacked = [a if axis is None else jnp.stack([a, jnp.flip(a, -1)], axis) for a, axis in zip(args, axes, strict=True)]
-    examples = [
-        [a if axis is None else jnp.take(a, i, axis) for a, axis in zip(stacked, axes, strict=True)] for i in (0, 1)
-    ]
+    examples = [[a if at is None else jnp.take(a, i, at) for a, at in zip(stacked, axes, strict=True)] for i in (0, 1)]
     one_by_one = [value_and_gradients(first)(*example) for example in examples]
     expected = jax.tree.map(lambda *leaves: jnp.stack(leaves), *one_by_one)
     assert_near(jax.jit(jax.vmap(value_and_gradients(first), axes))(*stacked), expected)

@@ -68,9 +68,7 @@ def norm(kind):
         # 0 is a legal epsilon; 1e-12 is BERT's, 1e-5 Llama's, 1 is seen in the output's first digit.
         options=(
             *({"epsilon": epsilon} for epsilon in (0.0, 1e-12, 1e-5, 1.0)),
-            {"scale_offset": 1.0},
-            {"multiply_before_cast": False},
-            HUB,
+            *({"scale_offset": 1.0}, {"multiply_before_cast": False}, HUB),
         ),
         # Rows beyond the number of partial sums that dscale is made of, and a number of rows that it does not divide.
         # And long rows, more of them than the kernel by columns has blocks.
@@ -104,20 +102,12 @@ def by_head(function):
 
 
 # Weights for each head. Heads whose rows alternate, come in stretches, are one for each head; few rows and so many that
-# there are several partial sums; no whole vector, and several.
+# there are several partial sums; no whole vector, and several; more heads than a task has.
 HEADS = (
-    Size((2, 9, 4, 64), (4, 64)),
-    Size((2, 9, 4, 64), (1, 1, 1, 64)),
-    Size((2, 4, 9, 128), (4, 1, 128)),
-    Size((2, 4, 9, 128), (1, 4, 1, 128)),
-    Size((3, 40, 100), (3, 1, 100)),
-    Size((3, 5, 7, 256), (3, 5, 1, 256)),
-    Size((3, 1, 5, 2, 1000), (3, 1, 5, 1, 1000)),
-    Size((40, 100), (40, 100)),
-    Size((3, 700, 256), (700, 256)),  # more heads than a task has
-    Size((1100, 7, 64), (7, 64)),
-    Size((2, 3, 700, 128), (3, 1, 128)),
-    Size((2, 2500, 100), (2, 1, 100)),
+    *(Size((2, 9, 4, 64), (4, 64)), Size((2, 9, 4, 64), (1, 1, 1, 64)), Size((2, 4, 9, 128), (4, 1, 128))),
+    *(Size((2, 4, 9, 128), (1, 4, 1, 128)), Size((3, 40, 100), (3, 1, 100)), Size((3, 5, 7, 256), (3, 5, 1, 256))),
+    *(Size((3, 1, 5, 2, 1000), (3, 1, 5, 1, 1000)), Size((40, 100), (40, 100)), Size((3, 700, 256), (700, 256))),
+    *(Size((1100, 7, 64), (7, 64)), Size((2, 3, 700, 128), (3, 1, 128)), Size((2, 2500, 100), (2, 1, 100))),
 )
 
 
@@ -206,7 +196,7 @@ def test_weights_for_each_of_several_examples(kind, dtype, adds, dims):
     def gradients(x, dy, dsum, scale, bias):
         add, alone = (partial(norms[kind], implementation="native") for norms in (cases.ADDS, cases.NORMS))
         if adds:
-            return jax.vjp(lambda x, *args: add(jnp.zeros_like(x), x, *args), x, scale, bias)[1](
+            return jax.vjp(lambda x, *of: add(jnp.zeros_like(x), x, *of), x, scale, bias)[1](
                 jaxnorm.AddedNorm(dy, dsum)
             )
         return jax.vjp(alone, x, scale, bias)[1](dy)
@@ -303,13 +293,9 @@ def test_a_quantised_norm(kind):
 @pytest.mark.parametrize(
     ("shape", "axes", "lead", "expected"),
     [
-        ((2, 3, 5, 8), 1, (), (1, 1)),
-        ((2, 3, 5, 8), 1, (5,), (5, 1)),
-        ((2, 3, 5, 8), 1, (3, 1), (3, 5)),
-        ((2, 3, 5, 8), 1, (2, 1, 1), (2, 15)),
-        ((2, 3, 5, 8), 1, (2, 3, 5), (30, 1)),
-        ((2, 3, 5, 8), 2, (2, 1), (2, 3)),
-        ((2, 3, 0, 8), 1, (3, 1), (3, 1)),
+        *(((2, 3, 5, 8), 1, (), (1, 1)), ((2, 3, 5, 8), 1, (5,), (5, 1)), ((2, 3, 5, 8), 1, (3, 1), (3, 5))),
+        *(((2, 3, 5, 8), 1, (2, 1, 1), (2, 15)), ((2, 3, 5, 8), 1, (2, 3, 5), (30, 1))),
+        *(((2, 3, 5, 8), 2, (2, 1), (2, 3)), ((2, 3, 0, 8), 1, (3, 1), (3, 1))),
     ],
 )
 def test_heads_of_a_shape(shape, axes, lead, expected):

@@ -37,21 +37,14 @@ ANGLES = ARANGE[:, None].astype("float32") * frequencies_of(D)
 LLAMA = tables_of(jnp.concatenate([ANGLES, ANGLES], -1))  # as the model hubs' Llama makes them
 GPTJ = tables_of(jnp.repeat(ANGLES, 2, -1))
 # What is passed beside q, k and scales; and what to the formula, if not the same.
-MODELS = {
-    "Llama": {},
-    "Llama, by tables": LLAMA,
-    "Llama, another base": {"theta": 5e5},
-    "Llama 3": {"frequencies": llama3(frequencies_of(D, 5e5))},
-    "GPT-J": {"interleaved": True},
-    "GPT-J, by tables": {"interleaved": True, **GPTJ},
-    "NeoX, a quarter": {"rotary_dim": 4},
-    "GPT-J, a half": {"rotary_dim": 8, "interleaved": True},
-    "positions of each sequence": {"positions": jnp.stack([ARANGE, ARANGE + 1000])},
-    "LayerNorm": {"normalize": "layer"},
-    "Gemma's offset and a scale for each head": {"scale_offset": 1.0},
-    "no norm": {"normalize": False},
-    "no norm, GPT-J, a half": {"normalize": False, "rotary_dim": 8, "interleaved": True},
-}
+MODELS = {"Llama": {}, "Llama, by tables": LLAMA, "Llama, another base": {"theta": 5e5}}
+MODELS |= {"Llama 3": {"frequencies": llama3(frequencies_of(D, 5e5))}, "GPT-J": {"interleaved": True}}
+MODELS |= {"GPT-J, by tables": {"interleaved": True, **GPTJ}, "NeoX, a quarter": {"rotary_dim": 4}}
+MODELS |= {"GPT-J, a half": {"rotary_dim": 8, "interleaved": True}}
+MODELS |= {"positions of each sequence": {"positions": jnp.stack([ARANGE, ARANGE + 1000])}}
+MODELS |= {"LayerNorm": {"normalize": "layer"}, "Gemma's offset and a scale for each head": {"scale_offset": 1.0}}
+MODELS |= {"no norm": {"normalize": False}}
+MODELS |= {"no norm, GPT-J, a half": {"normalize": False, "rotary_dim": 8, "interleaved": True}}
 OF_FORMULA = {
     "Llama, by tables": {},
     "Llama, another base": {"frequencies": frequencies_of(D, 5e5)},
