@@ -1,13 +1,12 @@
-"""Programs for every platform, and those in `tests/artefacts`, which an older build wrote. Run, it writes these anew:
+"""Programs for every platform, and those in `tests/artefacts.zip`, which an older build wrote. Run, it writes these anew:
 
     python tests/lib/exporting.py
 
-That gives up what the old ones promise. Do it for a new op, whose archive is then the only one to keep, or where a
+That gives up what the old ones promise. Do it for a new op, whose programs are then the only ones to keep, or where a
 contract ends on purpose. Where calls of an op get other operands or results, keep its old program, and the new one
 beside it under a name that goes on after the old one's, as `softmax-gradient-with_where.bin`.
 """
 
-import shutil
 import sys
 import zipfile
 from functools import partial
@@ -23,7 +22,7 @@ from jax import export
 
 import jaxnorm
 
-PLATFORMS, ARTEFACTS = ("cpu", "cuda", "tpu"), Path(__file__).resolve().parents[1] / "artefacts"
+PLATFORMS, ARTEFACTS = ("cpu", "cuda", "tpu"), Path(__file__).resolve().parents[1] / "artefacts.zip"
 WAYS = ("forward", "gradient")
 
 
@@ -47,6 +46,10 @@ def _segment_sum(data, ids):
     return jaxnorm.segment_sum(data, ids, 9)
 
 
+def _windowed(x):
+    return jaxnorm.softmax(x, causal=True, offset=3, window=5)
+
+
 def _sample(logits, uniform):
     """With all operands, which differ from row to row."""
     settings = {"temperature": uniform + 0.5, "top_k": (40 * uniform).astype("int32"), "top_p": 1 - uniform / 2}
@@ -59,6 +62,7 @@ OF_NO_ROW = {
     ("embedding", "gradient"): (_lookup_gradient, {"50, 24": "float32", "rows": "int32", "rows, 24": "bfloat16"}),
     ("embedding", "tied_gradient"): (_tied_gradient, {"50, 24": "float32", "rows": "int32", "rows, 24": "bfloat16"}),
     ("segment_sum", "forward"): (_segment_sum, {"rows, 24": "bfloat16", "rows": "int32"}),
+    ("softmax", "windowed"): (_windowed, {"rows, 9, 24": "bfloat16"}),
     ("sample", "forward"): (_sample, {"rows, 50": "bfloat16", "rows": "float32"}),
 }
 
@@ -71,12 +75,8 @@ def exported_of_no_row(function, way):
     return export.export(jax.jit(program), platforms=PLATFORMS)(*args)
 
 
-def archive(function) -> Path:
-    """That of a public function's programs, each under the name of a row of the table of ops, if it has one."""
-    return ARTEFACTS / f"{function}.zip"
-
-
 def stem(op, way) -> str:
+    """Of a public function's programs, the name of that of a row of the table of ops."""
     return f"{op.name.replace(',', '').replace(' ', '_')}-{way}"
 
 
@@ -86,7 +86,8 @@ def artefacts(op, way) -> list[bytes]:
 
 
 def programs_of(function, first) -> list[bytes]:
-    with zipfile.ZipFile(archive(function)) as programs:
+    first = f"{function}/{first}"
+    with zipfile.ZipFile(ARTEFACTS) as programs:
         later = sorted(name for name in programs.namelist() if name.startswith(f"{first}-"))
         return [programs.read(name) for name in (f"{first}.bin", *later)]
 
@@ -104,8 +105,7 @@ def main() -> None:
     missing = [platform for platform in ("cpu", "gpu") if not is_built(platform)]
     if missing:
         sys.exit(f"no kernels for {' and '.join(missing)} are installed, so no program would hold calls of them")
-    shutil.rmtree(ARTEFACTS, ignore_errors=True)
-    ARTEFACTS.mkdir()
+    ARTEFACTS.unlink(missing_ok=True)
     run_every_kernel()
     jax.config.update("jax_traceback_in_locations_limit", 0)  # programs name no files
     for op in OPS:
@@ -116,8 +116,8 @@ def main() -> None:
 
 
 def write(function, name, program) -> None:
-    with zipfile.ZipFile(archive(function), "a", zipfile.ZIP_DEFLATED) as programs:
-        programs.writestr(f"{name}.bin", bytes(program.serialize()))
+    with zipfile.ZipFile(ARTEFACTS, "a", zipfile.ZIP_DEFLATED) as programs:
+        programs.writestr(f"{function}/{name}.bin", bytes(program.serialize()))
 
 
 if __name__ == "__main__":
