@@ -1,4 +1,4 @@
-"""Programs for every platform, and those in `tests/artefacts.zip`, which an older build wrote. Run, it writes these anew:
+"""Programs for every platform, and those in `tests/artefacts.zip`, of an older build. Run, it writes these anew:
 
     python tests/lib/exporting.py
 
