@@ -298,7 +298,7 @@ def test_a_kernel_that_no_product_takes():
 def test_a_gradient_that_must_be_native(monkeypatch):
     def gradient(x, kernel, _):
         layer = lambda *args: float8_linear(*args, implementation="native").astype(jnp.float32)  # noqa: E731
-        return jax.grad(lambda *args: layer(*args).sum(), (0, 1))(x, kernel)
+        return jax.value_and_grad(lambda *args: layer(*args).sum(), (0, 1))(x, kernel)
 
     monkeypatch.setattr(compat, "default_platform", lambda: "cuda")
     assert calls_of(lowered(gradient)) == STEP

@@ -6,8 +6,7 @@
     db[n]   = Σ_m dy[m,n]
 
 Here the scale of a row or column of zeros is 0 and not 1, as `quantize` has it: it adds nothing, and as 1 it would set
-the largest value of all others in u or v.
-The formulas of the products are `jaxnorm.ops.quantized_dot`'s.
+the largest value of all others in u or v. Products have the formula of `jaxnorm.ops.quantized_dot`.
 """
 
 import dataclasses

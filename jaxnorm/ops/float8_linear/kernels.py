@@ -43,9 +43,8 @@ class RoundCall(Call):
         return quantized_dot.unfit(program) if program.is_split else None
 
     def unserved(self, platform: str) -> str | None:
-        *rows, columns = self.array.shape
         is_known = all(isinstance(length, int) and length > 0 for length in self.array.shape)
-        if self.spec.scaling == "row" and is_known and columns and math.prod(rows) <= reasons.MOST_ROWS:
+        if self.spec.scaling == "row" and is_known and math.prod(self.array.shape[:-1]) <= reasons.MOST_ROWS:
             return None
         return f"no kernel rounds {self.array.shape} by {self.spec.scaling}"
 

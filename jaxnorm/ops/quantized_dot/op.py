@@ -94,10 +94,9 @@ class ProductCall(Call):
         return unfit(program)
 
     def unserved(self, platform: str) -> str | None:
-        rows = math.prod(n for n in self.lengths[0] if isinstance(n, int))
-        if 0 < rows <= reasons.MOST_ROWS:
+        if math.prod(n for n in self.lengths[0] if isinstance(n, int)) <= reasons.MOST_ROWS:
             return None
-        return f"x has shape {self.operands.x.shape}, and a CUDA kernel takes 1 to {reasons.MOST_ROWS} rows"
+        return f"x has shape {self.operands.x.shape}, and a CUDA kernel takes at most {reasons.MOST_ROWS} rows"
 
     def left_out(self, platform: str) -> str | None:
         if self.spec.implementation == "xla":
