@@ -156,11 +156,11 @@ def sharding_of(array: jax.Array, spec: PartitionSpec | None) -> Any:
 def _integer_product(x: jax.Array, weights: jax.Array) -> jax.Array:
     rows = x.shape[:-1]
     # XLA for GPUs (JAX 0.11) cannot compile the product of a single row with weights that it converts from int4.
-    pads = weights.dtype != x.dtype and rows and all(n == 1 for n in rows)
+    pads = weights.dtype != x.dtype and all(n == 1 for n in rows)
     if pads:
-        x = jnp.pad(x, [(0, 1), *[(0, 0)] * len(rows)])
+        x = jnp.pad(x if rows else x[None], [(0, 1), *[(0, 0)] * max(1, len(rows))])
     y = _sum_of_parts(x, weights.astype(x.dtype), _safe_columns(x.dtype, weights.dtype))
-    return y[:1] if pads else y
+    return y[:1].reshape(*rows, -1) if pads else y
 
 
 def _safe_columns(*dtypes: Any) -> int:
