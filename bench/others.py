@@ -201,7 +201,7 @@ def rounding(way):
         }[way]
 
     def moved(shape, itemsize):
-        return nbytes(shape, 1, itemsize + (2 if way == "gradient" else 1))
+        return nbytes(shape, 1, itemsize + (itemsize + 2 if way == "gradient" else 1))
 
     return Op(function, operands, moved, is_last=True, is_rounded=True, **NOT_PURE)
 
