@@ -138,10 +138,7 @@ class QuantizedLinear(eqx.Module):
     weight_dtype: Any = eqx.field(static=True)
 
     def __init__(
-        self,
-        linear: eqx.nn.Linear,
-        kernels: Quantization | DTypeLike,
-        inputs: Quantization | DTypeLike | None = None,
+        self, linear: eqx.nn.Linear, kernels: Quantization | DTypeLike, inputs: Quantization | DTypeLike | None = None
     ) -> None:
         self.kernels, self.inputs = pair("QuantizedLinear", kernels, inputs)
         if (why := _why_left(linear)) is not None:

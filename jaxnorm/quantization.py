@@ -138,8 +138,5 @@ def _read(text: bytes) -> tuple[int, bool]:
 
 # So that a program whose result is one can be serialised. Those of before there were scales by column say nothing.
 export.register_pytree_node_serialization(
-    Quantized,
-    serialized_name="jaxnorm.Quantized",
-    serialize_auxdata=_written,
-    deserialize_auxdata=_read,
+    Quantized, serialized_name="jaxnorm.Quantized", serialize_auxdata=_written, deserialize_auxdata=_read
 )

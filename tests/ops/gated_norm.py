@@ -188,7 +188,7 @@ def test_extreme_gates_are_as_in_the_formula(variant, dtype):
 @over(
     GATED[:2],
     dtypes=lambda op: [
-        *(("bfloat16", "float32", "bfloat16"), ("float32", "bfloat16", "float32"), ("bfloat16", "bfloat16", "float32")),
+        *(("bfloat16", "float32", "bfloat16"), ("float32", "bfloat16", "float32"), ("bfloat16", "bfloat16", "float32"))
     ],
 )
 def test_dtypes_that_differ(op, dtypes):

@@ -13,15 +13,7 @@ import pytest
 from cases import draw
 from coverage import cover
 from hlo import collectives, compiled_text
-from internals import (
-    Call,
-    Float8Linear,
-    Platform,
-    by_columns,
-    by_rows,
-    ffi,
-    quantized_dot,
-)
+from internals import Call, Float8Linear, Platform, by_columns, by_rows, ffi, quantized_dot
 from jax.experimental.compilation_cache import compilation_cache
 from jax.interpreters import mlir
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P

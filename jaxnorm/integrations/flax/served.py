@@ -66,11 +66,7 @@ def why_options(module: Any) -> str | None:
 
 
 def why_flax(
-    module: Any,
-    x: jax.Array,
-    mask: jax.Array | None,
-    parameters: Iterable[jax.Array | None],
-    dtypes: Iterable[Any],
+    module: Any, x: jax.Array, mask: jax.Array | None, parameters: Iterable[jax.Array | None], dtypes: Iterable[Any]
 ) -> str | None:
     """Why no kernel says the same as Flax for `module(x, mask=mask)`; None if one does.
 

@@ -141,11 +141,7 @@ def segment_sum(
     rest = array.shape[1:]
     rows = _as_matrix(array)
     spec = SegmentSum(
-        function=name,
-        out_dtype=np.dtype(array.dtype),
-        segments=segments,
-        is_sorted=is_sorted,
-        **_forward(choice, name),
+        function=name, out_dtype=np.dtype(array.dtype), segments=segments, is_sorted=is_sorted, **_forward(choice, name)
     )
     decide.check_native(op.SumCall(spec, Positions(jax.typeof(rows), numbers)))
     return op.bind_sum(spec, rows, _in_order(numbers, segments)).reshape(segments, *rest)

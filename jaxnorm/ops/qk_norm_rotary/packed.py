@@ -256,11 +256,7 @@ QKV_NORM_ROTARY = Family(
         linear_in=lambda _: ("q_scale", "k_scale"),
         functions=(
             Function(
-                "qkv_norm_rotary",
-                _requested,
-                arguments=_arguments,
-                last_axis_only=True,
-                shape=(8, 2048, 48, 128),
+                "qkv_norm_rotary", _requested, arguments=_arguments, last_axis_only=True, shape=(8, 2048, 48, 128)
             ),
         ),
     )

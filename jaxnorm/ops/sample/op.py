@@ -60,13 +60,7 @@ SAMPLE = Family(
         native=Native((NAME,), lambda _: NAME, forward=lambda *_: {}, slower=_slower),
         reasons=(_split_columns,),
         functions=(
-            Function(
-                "sample",
-                _requested,
-                arguments=_arguments,
-                out_dtypes=(np.dtype(np.int32),),
-                last_axis_only=True,
-            ),
+            Function("sample", _requested, arguments=_arguments, out_dtypes=(np.dtype(np.int32),), last_axis_only=True),
         ),
     )
 )
