@@ -190,6 +190,11 @@ def loss(x, kernel, bias=None, **options):
     return float8_linear(x, kernel, bias=bias, **options).astype("float32").sum()
 
 
+def test_an_explanation_on_a_cpu_names_the_platform():
+    calls = jaxnorm.explain(jax.grad(loss, (0, 1)), X, KERNEL)
+    assert [call.on("cpu").why for call in calls] == ["there is a kernel for cuda, none for cpu"] * 2
+
+
 def test_an_explanation_names_the_recipe():
     whys = explained(jax.grad(partial(loss, recipe=TENSOR), (0, 1)), X, KERNEL)
     assert whys == [f"{ONE_SCALE}, with which XLA makes the products"] * 2

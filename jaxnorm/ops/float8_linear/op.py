@@ -258,6 +258,7 @@ class Products(Call):
 
     calls: tuple[Call, ...]
     native_for: str | None = None
+    platforms = ("cuda",)
 
     def _first(self, reasons: Iterable[str | None]) -> str | None:
         return next(filter(None, reasons), None)
