@@ -199,8 +199,7 @@ def linear(
         # One that must be native backward alone is held to the same.
         asked = dataclasses.replace(spec, native_ways=DIRECTIONS, formula_for=())
         decide.check_native(op.call_of(asked, jax.tree.map(jax.typeof, operands)))
-    y: jax.Array = op.linear(spec, operands)
-    return y
+    return op.linear(spec, operands)
 
 
 def _summed_wide(operands: Operands) -> Operands:

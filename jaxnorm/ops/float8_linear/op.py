@@ -9,7 +9,6 @@ and `backward` are those of their wide formulas.
 """
 
 import dataclasses
-import functools
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -42,9 +41,14 @@ from jaxnorm.primitive.rules import (
 NAME = "float8_linear"
 
 
-@functools.partial(jax.jit, static_argnums=0, inline=True)
 def linear(spec: Float8Linear, operands: Operands) -> jax.Array:
-    """y of operands that were checked; one program outside of jit, too, so that bits are the same."""
+    """y of operands that were checked; outside of every transformation one program, so that bits are those of jit."""
+    is_traced = any(isinstance(array, jax.core.Tracer) for array in jax.tree.leaves(operands))
+    y: jax.Array = (_linear if is_traced else _program)(spec, operands)
+    return y
+
+
+def _linear(spec: Float8Linear, operands: Operands) -> jax.Array:
     leaves, tree = jax.tree.flatten(operands)
     x, kernel, bias, x_scales, carrier = jax.tree.unflatten(tree, compat.match_varying_axes(*leaves))
     of_x = kernels.by_rows(spec, x, "forward") if x_scales is None else Rounded(x, formula.live(x, x_scales))
@@ -57,6 +61,9 @@ def linear(spec: Float8Linear, operands: Operands) -> jax.Array:
         saved = saved._replace(rounded_x=of_x, rounded_kernel=of_kernel)
     (y,) = FORWARD(spec, [y], saved)
     return y
+
+
+_program = jax.jit(_linear, static_argnums=0)
 
 
 def _factors(x: Rounded, weights: Rounded, *, bias: Any = None) -> Matrices:
