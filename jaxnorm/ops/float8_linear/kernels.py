@@ -143,26 +143,17 @@ class _Gradient(_Round):
         by_rows = formula.by_rows(spec, dy, of_columns) if rows else ()
         return [*by_rows, *formula.by_columns(spec, dy, of_rows)]
 
-    def kernel(
-        self,
-        ctx: Any,
-        *operands: Any,
-        spec: Float8Linear,
-        direction: str,
-        has_columns: bool,
-        has_rows: bool,
-        rows: bool,
-    ) -> Any:
+    def kernel(self, ctx: Any, *operands: Any, spec: Float8Linear, **how: Any) -> Any:
         attributes = {
-            "has_factors_of_columns": has_columns,
-            "has_factors_of_rows": has_rows,
+            "has_factors_of_columns": how["has_columns"],
+            "has_factors_of_rows": how["has_rows"],
             "power_of_two": spec.power_of_two,
-            "with_values": rows,
+            "with_values": how["rows"],
         }
         *_, transposed, scales = ctx.avals_out
         columns = transposed.shape[0]
         types = [transposed.update(shape=(columns, transposed.size // columns)), scales.update(shape=(1, columns))]
-        if has_rows:
+        if how["has_rows"]:
             given = ctx.avals_out
             ctx, operands = lowering.replaced(lambda *of: [*of[:-1], of[-1].ravel()], ctx, operands)
             ctx = ctx.replace(avals_out=given)

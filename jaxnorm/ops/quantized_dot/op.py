@@ -64,12 +64,11 @@ class ProductCall(Call):
         spec, batch = self.spec, self.spec.batch
         x, weights = self.operands.x.shape[batch:], self.operands.weights.shape[batch:]
         rows = x[spec.summed :] if spec.x_first else x[: len(x) - spec.summed]
-        *columns, depth = [*weights[spec.summed :], *weights[: spec.summed]] if spec.weights_first else weights
-        if spec.summed != 1:
-            columns, depth = weights[:1], math.prod(weights[1:])
+        columns, summed = (weights[-1], weights[:-1]) if spec.weights_first else (weights[0], weights[1:])
+        depth = summed[0] if len(summed) == 1 else math.prod(summed)
         # Rows that are summed are made more by rows of zeros, which add nothing.
         pads = spec.x_first and isinstance(depth, int)
-        return rows, columns[0], depth + -depth % MULTIPLE if pads else depth
+        return rows, columns, depth + -depth % MULTIPLE if pads else depth
 
     def nowhere(self) -> str | None:
         spec, x, weights, bias = self.spec, self.operands.x, self.operands.weights, self.operands.bias
