@@ -10,6 +10,7 @@ from ops.gated_activation_quantized import QUANTIZED_ACTIVATIONS
 from ops.gated_norm import GATED, GROUPED
 from ops.group_norm import GROUP_NORMS
 from ops.norm import ALL as NORMS, PER_HEAD
+from ops.products import EACH_PRODUCT, PRODUCTS
 from ops.quantized_norm import GATED_QUANTIZED, QUANTIZED, QUANTIZED_SUMS
 from ops.rotary import QKV_ROTARY as QKV_ROTARY, ROTARY
 from ops.sandwich_norm import SANDWICH
@@ -28,3 +29,5 @@ OPS = (
     *(*SOFTMAX, *CROSS_ENTROPY, *ROTARY),
     *(*QUANTIZED, *QUANTIZED_SUMS, *GATED_QUANTIZED, *QUANTIZED_ACTIVATIONS),
 )
+# With the products, whose weights are matrices, of which a result has the columns.
+EVERY, EACH_OF_ALL = (*OPS, *PRODUCTS), (*EACH, *EACH_PRODUCT)

@@ -13,8 +13,10 @@ from cases import DTYPES, KINDS, NORMS, bits, draw, draw_bias, draw_scale, draw_
 from coverage import cover, over
 from hypothesis import given, strategies as st
 from oracle import f64
-from table import ADDED, NORMS as PLAIN, OPS, PER_HEAD, SANDWICH
+from table import ADDED, EVERY, NORMS as PLAIN, OPS, PER_HEAD, PRODUCTS, SANDWICH
 from tolerances import forward_errors, gradient_errors, result_errors
+
+pytestmark = pytest.mark.usefixtures("exact_products")
 
 EXACT, DIFFERENTIABLE = [op for op in OPS if op.exact], [op for op in OPS if op.exact_gradients]
 # Every kernel's pair of input and output; and float16 with bfloat16, which has none and still must be right.
@@ -70,13 +72,13 @@ def errors_of_gradients(op, args, implementation=None, **options) -> dict[str, f
 
 
 @pytest.mark.on_emulator
-@over(EXACT, dtypes=dtypes_of, size=sizes)
+@over([*EXACT, *PRODUCTS], dtypes=dtypes_of, size=sizes)
 def test_results_of_every_size(op, dtypes, size):
     assert errors(op, op.draw(size, dtypes, (dtypes[0], None)), **size.options) == []
 
 
 @pytest.mark.on_emulator
-@over(DIFFERENTIABLE, dtypes=dtypes_of, size=backward_sizes)
+@over([*DIFFERENTIABLE, *PRODUCTS], dtypes=dtypes_of, size=backward_sizes)
 def test_gradients_of_every_size(op, dtypes, size):
     assert errors_of_gradients(op, op.draw(size, dtypes), **size.options) == {}
 
@@ -124,19 +126,21 @@ def test_gradients_with_options(op, dtypes, options, size):
 
 # The formula keeps the law too, and serves where no kernel does. A sum of half types is left out: XLA may not round it
 # before it is normalised.
-@over(EXACT, dtypes=lambda op: [d for d in op.dtypes if op not in (*ADDED, *SANDWICH) or d[1] == "float32"])
+@over(
+    [*EXACT, *PRODUCTS], dtypes=lambda op: [d for d in op.dtypes if op not in (*ADDED, *SANDWICH) or d[1] == "float32"]
+)
 def test_the_formula(op, dtypes):
     size = lengths(op)[0]
     assert errors(op, op.draw(size, dtypes), implementation="xla", **size.options) == []
 
 
-@pytest.mark.parametrize("op", DIFFERENTIABLE, ids=str)
+@pytest.mark.parametrize("op", [*DIFFERENTIABLE, *PRODUCTS], ids=str)
 def test_gradients_of_the_formula(op):
     size = lengths(op)[-1]
     assert errors_of_gradients(op, op.draw(size), implementation="xla", **size.options) == {}
 
 
-@pytest.mark.parametrize("op", OPS, ids=str)
+@pytest.mark.parametrize("op", EVERY, ids=str)
 def test_gradients_have_the_dtypes_of_their_primals(op):
     args = op.draw(op.small, ("bfloat16", "float32", "float32")[: op.arrays], ("bfloat16", "float16", "float32"))
     assert [gradient.dtype for gradient in op.gradient()(*args)] == [args[i].dtype for i in op.all]

@@ -16,7 +16,7 @@ from coverage import over
 from internals import ffi
 from op import rows, without_names
 from quantizing import assert_same
-from table import ADDED, EACH, GATED, NORMS, OPS, SANDWICH, SOFTMAX
+from table import ADDED, EACH, EACH_OF_ALL, EVERY, GATED, NORMS, OPS, SANDWICH, SOFTMAX
 
 
 def dtypes_of(op):
@@ -100,14 +100,14 @@ def everything(op, size, dtypes=None):
     return partial(jax.jit(op.everything(size)), args, op.cotangents(args, **size.options))
 
 
-@over(OPS, dtypes=dtypes_of, size=lambda op: op.lengths)
+@over(EVERY, dtypes=dtypes_of, size=lambda op: op.lengths)
 def test_runs_repeat_themselves(op, dtypes, size):
     run = everything(op, size, dtypes)
     first = bits(run())
     assert all(bits(run()) == first for _ in range(3))
 
 
-@pytest.mark.parametrize("op", EACH, ids=str)
+@pytest.mark.parametrize("op", EACH_OF_ALL, ids=str)
 def test_compilations_repeat_each_other(op):
     first = bits(everything(op, op.small)())
     jax.clear_caches()

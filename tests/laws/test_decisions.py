@@ -9,7 +9,7 @@ from bad_calls import of_x
 from coverage import over
 from hlo import count_native_calls
 from internals import ALONE, Platform, Program, calls_in, choose_fastest, decide, functions, report as reports
-from table import OPS
+from table import EVERY, OPS
 
 import jaxnorm
 from jaxnorm import info
@@ -24,7 +24,7 @@ def gradient_of(op, **around):
     return traced, [described.call for _, described in calls_in(traced.jaxpr)]
 
 
-@over(OPS, platform=lambda op: PLATFORMS)
+@over(EVERY, platform=lambda op: PLATFORMS)
 def test_a_program_has_the_native_calls_that_are_decided(op, platform):
     traced, calls = gradient_of(op)
     decided = [decide(Platform.here(platform), call).how for call in calls]
@@ -68,12 +68,12 @@ def test_what_is_decided(op, platform, case):
 
 
 # XLA's code where it is faster, and where it is asked for, is no error.
-@over(OPS, platform=lambda op: PLATFORMS[:2])
+@over(EVERY, platform=lambda op: PLATFORMS[:2])
 def test_what_is_asked_for_is_decided(op, platform):
     for call in gradient_of(op, implementation={op.public: "xla"})[1]:
         decision = decide(Platform(platform), call)
         assert decision.how == "xla"
-        assert decision.stage in ("chosen", "call")
+        assert decision.stage in ("chosen", "call") or platform not in call.platforms
 
 
 # By their defaults, with which a caller is served.

@@ -10,13 +10,13 @@ from bad_calls import IDS, LABELS, OF_NO_ROW, SCALE, TABLE, TOKENS, X, in_order,
 from coverage import cover, over
 from flax import nnx
 from op import call
-from table import ADDED, GATED_QUANTIZED, NORMS, OPS, QUANTIZED, QUANTIZED_ACTIVATIONS
+from table import ADDED, EVERY, GATED_QUANTIZED, NORMS, QUANTIZED, QUANTIZED_ACTIVATIONS
 
 import jaxnorm
 from jaxnorm import Quantization
 
 TOKEN = Quantization("int8")
-OF_EACH_FUNCTION = list({op.public: op for op in reversed(OPS)}.values())  # the first of each
+OF_EACH_FUNCTION = list({op.public: op for op in reversed(EVERY)}.values())  # the first of each
 WITH_QUANTIZATION = (*QUANTIZED, *GATED_QUANTIZED, *QUANTIZED_ACTIVATIONS)
 
 

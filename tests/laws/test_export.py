@@ -25,12 +25,12 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from meshes import mesh_of, placed
 from native import is_built, native_calls
 from op import rows
-from table import ADDED, EACH, GATED, NORMS, OPS, PER_HEAD
+from table import ADDED, EACH, EACH_OF_ALL, EVERY, GATED, NORMS, OPS, PER_HEAD
 from transformations import loss_of
 
 import jaxnorm
 
-pytestmark = pytest.mark.jax_version
+pytestmark = [pytest.mark.jax_version, pytest.mark.usefixtures("exact_products")]
 
 
 def value_and_gradients(op):
@@ -48,21 +48,21 @@ def of_rows(op, rows):
     return op.draw(op.small._replace(dims=(rows, *op.small.dims[1:])))
 
 
-@over([op for op in OPS if op in (*EACH, *NORMS)], count=lambda op: [1, 5, 600])
+@over([op for op in EVERY if op in (*EACH_OF_ALL, *NORMS)], count=lambda op: [1, 5, 600])
 def test_an_exported_program_runs_for_any_number_of_rows(op, count):
     program = export.deserialize(exported(op, value_and_gradients(op)).serialize())
     args = of_rows(op, count)
     assert_same(op, program.call(*args), jax.jit(value_and_gradients(op))(*args))
 
 
-@pytest.mark.parametrize("op", OPS, ids=str)
+@pytest.mark.parametrize("op", EVERY, ids=str)
 def test_a_program_for_every_platform_holds_the_native_calls_of_each(op):
     calls = count_native_calls(exported(op, value_and_gradients(op)).mlir_module())
     assert calls == op.exported_calls()
 
 
 # The result itself, as a program of inference has it.
-@pytest.mark.parametrize("op", OPS, ids=str)
+@pytest.mark.parametrize("op", EVERY, ids=str)
 def test_an_exported_result(op):
     program = export.deserialize(exported(op, op.run(op.function)).serialize())
     args = of_rows(op, 5)
@@ -85,14 +85,14 @@ def test_a_program_for_any_number_of_long_rows(op):
     assert_same(op, program.call(*op.draw(long)), jax.jit(value_and_gradients(op))(*op.draw(long)))
 
 
-@pytest.mark.parametrize("op", EACH, ids=str)
+@pytest.mark.parametrize("op", EACH_OF_ALL, ids=str)
 def test_an_exported_program_has_a_gradient(op):
     program = exported(op, op.loss()).serialize(vjp_order=1)
     gradient, args = jax.grad(export.deserialize(program).call, op.all), of_rows(op, 5)
     assert_same(op, gradient(*args), jax.jit(op.gradient())(*args))
 
 
-@over(EACH, symbols=lambda op: ["batch, length"])
+@over(EACH_OF_ALL, symbols=lambda op: ["batch, length"])
 def test_a_program_for_several_dimensions_of_unknown_size(op, symbols):
     program = exported(op, op.run(op.function), symbols=symbols)
     args = op.draw(op.small._replace(dims=(3, 5, *op.small.dims[1:])))

@@ -14,7 +14,7 @@ from cases import DTYPES, KINDS, NORMS, bits, draw, draw_scale, draw_x
 from coverage import cover, over
 from native import is_platform_with_kernels
 from op import COTANGENTS, rows
-from table import CROSS_ENTROPY, EACH, GROUPED, NORMS as PLAIN, OPS, PER_HEAD
+from table import CROSS_ENTROPY, EACH, EACH_OF_ALL, EVERY, GROUPED, NORMS as PLAIN, OPS, PER_HEAD
 
 import jaxnorm
 from jaxnorm.ops.norm import formula
@@ -190,7 +190,7 @@ def empty(op):
     return [*table, *of_heads, *([rows(0, 0, 1), rows(0, 100_003), rows(4, 0, 128)] if op in PLAIN else [])]
 
 
-@over(OPS, size=empty)
+@over(EVERY, size=empty)
 def test_no_rows(op, size):
     args = op.draw(size)
     results, gradients = results_and_gradients(op, op.run(**size.options))(op.cotangents(args, **size.options), *args)
@@ -201,7 +201,7 @@ def test_no_rows(op, size):
 
 
 # Of every operand, or of one.
-@over(EACH, moving=lambda op: ["all", 0, len(op.operands) - 1])
+@over(EACH_OF_ALL, moving=lambda op: ["all", 0, len(op.operands) - 1])
 def test_no_examples(op, moving):
     args = op.draw(op.small)
     moves = [moving in ("all", i) for i in range(len(args))]
@@ -286,7 +286,7 @@ def no_alarm(function, *args):
         jax.block_until_ready(function(*args))
 
 
-@over(OPS, implementation=lambda _: IMPLEMENTATIONS, how=lambda _: HOW, pairs=True)
+@over(EVERY, implementation=lambda _: IMPLEMENTATIONS, how=lambda _: HOW, pairs=True)
 def test_no_alarm_by_the_table(op, implementation, how):
     args, given = op.draw(op.small), {**op.small.options, "implementation": implementation}
     no_alarm(how(partial(op.function, **given)), *args)

@@ -12,7 +12,7 @@ from coverage import over
 from hlo import compiled_text, count_native_calls, lowered_calls
 from native import is_platform_with_kernels
 from op import rows
-from table import EACH, GROUPED, NORMS, OPS, PER_HEAD
+from table import EACH_OF_ALL, EVERY, GROUPED, NORMS, OPS, PER_HEAD
 
 from jaxnorm import checkpoint_policies as ours
 
@@ -21,7 +21,7 @@ def wanted(call: str) -> set[str]:
     return set(re.findall(r"with_(d\w+) = true", call))
 
 
-@over(OPS, dtypes=lambda op: op.dtypes)
+@over(EVERY, dtypes=lambda op: op.dtypes)
 def test_a_gradient_is_one_call_each_way(op, dtypes):
     calls = count_native_calls(compiled_text(op.gradient(), *op.draw(op.small, dtypes)))
     assert calls == op.calls(fwd=1, bwd=1)
@@ -68,7 +68,7 @@ def test_the_backward_computes_what_is_asked_for(op, argnums):
     assert [wanted(call) for call in calls] == [{op.gradients[i] for i in argnums}] * is_platform_with_kernels()
 
 
-@over(OPS, argnums=subsets)
+@over(EVERY, argnums=subsets)
 def test_what_is_not_asked_for_changes_no_bit(op, argnums):
     args = op.draw(op.small)
     every = dict(zip(op.all, jax.jit(op.gradient(argnums=op.all))(*args), strict=True))
@@ -149,7 +149,7 @@ def operands(op):
 
 
 @pytest.mark.jax_version
-@over(EACH, policy=lambda op: POLICIES)
+@over(EACH_OF_ALL, policy=lambda op: POLICIES)
 def test_a_gradient_under_a_policy(op, policy):
     policy, calls = policy
     if policy is POLICIES["not all names"][0] and not op.keeps_statistics:

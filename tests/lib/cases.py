@@ -80,6 +80,7 @@ draw_k = functools.partial(draw_x, name="k", mean=-0.4, std=1.5)
 draw_residual = _drawn("residual", -0.3, 4.0)
 draw_gate = _drawn("gate", 0.5, 4.0)  # beyond where sigmoid is 0 or 1 in a half type
 draw_up = _drawn("up", -0.3, 2.0)
+draw_kernel = _drawn("kernel", 0.0, 1.0)
 draw_scale = _drawn("scale", 1.0, 0.3)
 draw_post_scale = _drawn("post_scale", 0.8, 0.2)
 draw_q_scale, draw_k_scale = draw_scale, draw_post_scale

@@ -1,5 +1,7 @@
 """The ops as anyone would write them in jnp, in float32: what transformations are compared with."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -116,15 +118,51 @@ def dequantized(norm, quantization, static_scale=None):
 
 def rounded(y, quantization, static_scale=None):
     """What y, quantised, stands for, and the derivative of y."""
-    largest = float(jnp.finfo(quantization.dtype).max) if quantization.dtype != jnp.int8 else 127.0
+    is_float = jnp.issubdtype(quantization.dtype, jnp.floating)
+    largest = float((jnp.finfo if is_float else jnp.iinfo)(quantization.dtype).max)
     fixed = jax.lax.stop_gradient(y)  # here, since jet has no rule for all that rounds
     groups = fixed.reshape(*y.shape[:-1], -1, quantization.group_size or y.shape[-1])
     scales = jnp.abs(groups).max(-1, keepdims=True) / largest if static_scale is None else static_scale
     values = jnp.clip(groups / scales, -largest, largest)
-    values = jnp.round(values) if quantization.dtype == jnp.int8 else values.astype(quantization.dtype)
+    values = values.astype(quantization.dtype) if is_float else jnp.round(values)
     values = jax.lax.optimization_barrier(values)  # or XLA for GPUs leaves the rounding to float8 out
     exact = (values.astype(jnp.float32) * scales).reshape(y.shape)
     return y + (exact - fixed)
+
+
+def _values(v, recipe, axes):
+    """v with a scale for what lies along these axes, or one for all, in float8; and the scales."""
+    axes = axes if recipe.scaling == "row" else tuple(range(v.ndim))
+    scales = jnp.abs(v).max(axes, keepdims=True, initial=0.0) / 448.0
+    scales = jnp.exp2(jnp.ceil(jnp.log2(scales))) if recipe.power_of_two else scales
+    values = jnp.clip(v / jnp.where(scales == 0, 1, scales), -448.0, 448.0).astype("float8_e4m3fn")
+    return values.astype(jnp.float32), scales
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def float8_product(recipe, x, kernel):
+    """Of x rounded by rows and the kernel by columns; dy times the other's scales is rounded once for each gradient."""
+    return _float8_product(recipe, x, kernel)[0]
+
+
+def _float8_product(recipe, x, kernel):
+    (a, of_rows), (b, of_columns) = _values(x, recipe, -1), _values(kernel, recipe, 0)
+    return (a @ b * of_rows) * of_columns.reshape(-1), (a, of_rows, b, of_columns.reshape(-1))
+
+
+def _float8_gradients(recipe, kept, dy):
+    a, of_rows, b, of_columns = kept
+    rows = tuple(range(dy.ndim - 1))
+    by_tensor = recipe.scaling == "tensor"
+    u, of_u = _values(dy if by_tensor else dy * of_columns, recipe, -1)
+    v, of_v = _values(dy if by_tensor else dy * of_rows, recipe, rows)
+    dx = u @ b.T * of_u * (of_columns if by_tensor else 1)
+    if recipe.weight_gradient == "compute":
+        return dx, jnp.einsum("...k,...n->kn", a * of_rows, dy)
+    return dx, jnp.einsum("...k,...n->kn", a, v) * of_v.reshape(-1) * (of_rows.reshape(-1) if by_tensor else 1)
+
+
+float8_product.defvjp(_float8_product, _float8_gradients)
 
 
 def softmax(x, *, log=False, logit_scale=1.0):

@@ -127,6 +127,7 @@ class Op:
     normalised: Callable = lambda x: x  # what of x has them
     keeps_operands_alone: bool = False  # whether the backward reads nothing that the forward gave
     labels: bool = False  # whether an int32 lives for each row, too
+    is_product: bool = False  # whether its kernels are those of products: for GPUs, and no small size
     keeps_parts: bool = False  # whether the forward call of a GPU keeps something in a workspace
     values: int = 0  # float32 numbers for each row that the forward call writes in place of the results
     # Float32 numbers for each row that devices with parts of it exchange, forward and beside these backward; None: the
@@ -242,10 +243,11 @@ class Op:
     def calls(self, fwd: int = 0, bwd: int = 0) -> dict[str, int]:
         """What `count_native_calls` must give here: the counts named, nothing where there are no kernels."""
         counts = {self.forward: fwd, self.backward: bwd}
-        return {name: count for name, count in counts.items() if count} if is_platform_with_kernels() else {}
+        is_native = is_platform_with_kernels() and not self.is_product
+        return {name: count for name, count in counts.items() if count} if is_native else {}
 
     def exported_calls(self, bwd: int = 1) -> dict[str, int]:
         """The like in a program for every platform."""
-        each = is_built("cpu") + is_built("gpu")
+        each = (is_built("cpu") + is_built("gpu")) * (not self.is_product)
         counts = {self.forward: each, self.backward: each * bwd}
         return {name: count for name, count in counts.items() if count}

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import jax
@@ -389,8 +389,17 @@ def sample(draw: Draw) -> Call:
     return _call(log_prob, operands, ("logits",), tuple(operands) if lead else ())
 
 
+def quantized_dot(draw: Draw) -> Call:
+    """By a kernel that stands still."""
+    lead, depth, columns, dtype = draw.rows(), draw.pick(COLS), draw.pick(COLS), draw.pick(DTYPES)
+    kernel = jaxnorm.quantize_kernel(draw.floats((depth, columns), "float32"), Quantization("int8"))
+    operands = {"x": draw.floats((*lead, depth), dtype) / 4, "bias": draw.weight((columns,), dtype)}
+    public = wraps(jaxnorm.quantized_dot)(partial(jaxnorm.quantized_dot, kernel=kernel))
+    return _call(public, operands, ("x", "bias"), ("x",) if lead else ())
+
+
 OTHERS = (softmax, cross_entropy, linear_cross_entropy, rotary, rotary, rotary_of_product, group_norm, per_head)
-OTHERS += (lookup, segment_sum, sample)
+OTHERS += (lookup, segment_sum, sample, quantized_dot)
 
 
 def draw_call(draw: Draw) -> Call:

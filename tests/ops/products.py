@@ -1,19 +1,20 @@
-"""`quantized_dot` and `float8_linear` in programs: transformations, examples, second derivatives, and errors."""
+"""`quantized_dot` and `float8_linear`: their rows, and what they have besides: examples, forward mode, what is kept."""
 
+import dataclasses
 import re
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import formulas
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import draw
+from cases import ALONE, draw
 from coverage import cover
-from hlo import count_native_calls
-from jax import export
-from quantizing import QUANTIZED, to
+from op import Op, Size, call, named
+from oracle import Forward, f64, round_to
+from quantizing import QUANTIZED, array_by_numpy, to
 
 import jaxnorm
 from jaxnorm import Float8Recipe, Quantized, float8_linear, quantize, quantize_kernel, quantized_dot
@@ -28,10 +29,11 @@ RECIPES = {
     "inputs": Float8Recipe(save="inputs"),
     "tensor": Float8Recipe(scaling="tensor"),
     "wide weight gradient": Float8Recipe(weight_gradient="compute"),
+    "powers of two": Float8Recipe(power_of_two=True),
 }
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Form:
     """A product of arrays that are quantised, by which op, and how each of them is."""
 
@@ -44,10 +46,11 @@ class Form:
         """x and the kernel; what moves passes through their rounding."""
         return x if self.x is None else quantize(x, self.x, **options), self.quantise(kernel, self.kernel, **options)
 
-    def __call__(self, x, kernel, bias=None):
+    def __call__(self, x, kernel, bias=None, *, out_dtype=None, **options):
+        options |= {"bias": bias, "out_dtype": out_dtype or x.dtype}
         if self.recipe is not None:
-            return float8_linear(x, kernel, bias=bias, recipe=self.recipe, out_dtype="float32")
-        return quantized_dot(*self.rounded(x, kernel, straight_through=True), bias=bias, out_dtype="float32")
+            return float8_linear(x, kernel, recipe=self.recipe, **options)
+        return quantized_dot(*self.rounded(x, kernel, straight_through=True), **options)
 
     def plain(self, x, kernel, bias=0):
         """What forward mode and higher derivatives are those of."""
@@ -55,7 +58,14 @@ class Form:
         return (x if self.x is None else x.dequantize()) @ kernel.dequantize() + bias
 
 
-LINEAR = {key: Form(of, *[to("float8_e4m3fn", of.scaling.replace("row", "token"))] * 2) for key, of in RECIPES.items()}
+def of_recipe(recipe):
+    how = to("float8_e4m3fn", recipe.scaling.replace("row", "token"))
+    if recipe.scaling == "row":
+        how = dataclasses.replace(how, power_of_two=recipe.power_of_two)
+    return Form(recipe, how, how)
+
+
+LINEAR = {name: of_recipe(recipe) for name, recipe in RECIPES.items()}
 DOT = {
     "int8": Form(None, to("int8"), to("int8")),
     "int8, not transposed": Form(None, to("int8"), to("int8"), partial(quantize, axis=0)),
@@ -63,6 +73,137 @@ DOT = {
     "a kernel of int4": Form(None, None, to("int4")),
 }
 FORMS = DOT | LINEAR
+
+
+X, KERNEL, TO_INT8, NATIVE = draw("x", (2, 3, 64)), draw("kernel", (64, 48)), to("int8"), {"implementation": "native"}
+W, KERNEL_8, Q8 = KERNEL.T, quantize_kernel(KERNEL, TO_INT8), quantize(X, E4M3)
+BAD_LINEAR = named(
+    call(jnp.float32(1), KERNEL).raises(ValueError, "x is a scalar, expected", "K"),
+    call(X[..., :32], KERNEL).raises(ValueError, r"\(2, 3, 32\) and kernel \(64, 48\)", "K must be the same"),
+    call(X, W).raises(ValueError, r"\(2, 3, 64\) and kernel \(48, 64\)", "pass kernel.T"),
+    call(X, jnp.stack([KERNEL] * 2)).raises(ValueError, r"kernel has shape \(2, 64, 48\)", "jax.vmap"),
+    call(X, KERNEL[:, 0]).raises(ValueError, r"kernel has shape \(64,\), expected two axes \(K, N\)"),
+    call(X, quantize(KERNEL, E4M3)).raises(TypeError, "use jaxnorm.quantized_dot"),
+    call(quantize(X, TO_INT8), KERNEL).raises(TypeError, "values of int8, expected float8_e4m3fn"),
+    call(quantize(X, to("float8_e4m3fn", "groups of 32")), KERNEL).raises(ValueError, "no scales of groups"),
+    call(quantize(X, E4M3, axis=0), KERNEL).raises(ValueError, "along the last axis"),
+    call(X, KERNEL, recipe=E4M3).raises(TypeError, "recipe must be a jaxnorm.Float8Recipe"),
+)
+BAD_DOTS = named(
+    call(X, KERNEL).raises(TypeError, "must be a jaxnorm.Quantized, as of", "quantize_kernel"),
+    call(KERNEL_8, X).raises(TypeError, "x and kernel in each other's place"),
+    call(KERNEL_8, KERNEL_8).raises(ValueError, r"x lies transposed, as a kernel of shape \(64, 48\)"),
+    call(X, quantize_kernel(W, TO_INT8)).raises(ValueError, r"3, 64\) and kernel \(48, 64\)", "transpose"),
+    call(X, quantize(W, TO_INT8)).raises(ValueError, r"3, 64\) and kernel \(48, 64\)", "transpose"),
+    call(X[..., :32], KERNEL_8).raises(ValueError, r"\(2, 3, 32\) and kernel \(64, 48\)", "the same"),
+    call(jnp.float32(1), KERNEL_8).raises(ValueError, r"x has shape \(\)"),
+    call(X, quantize_kernel(jnp.stack([KERNEL] * 2), TO_INT8)).raises(ValueError, r"\(2, 48, 64\)", "vmap"),
+    call(X, quantize_kernel(KERNEL, to("int8", "groups of 32"))).raises(ValueError, "no scales of groups"),
+    call(X, quantize(KERNEL, TO_INT8)).raises(ValueError, r"64, 1\), expected \(1, 48\)", "_kernel"),
+    call(Q8, KERNEL_8).raises(TypeError, "float8_e4m3fn and the kernel of int8"),
+    call(quantize(X, to("int4")), KERNEL_8).raises(TypeError, "expected int8 for x", "Only kernels have 4"),
+)
+LENGTHS = r"\(40, 64\), and cuBLASLt wants multiples of 16"
+WITHOUT_KERNEL = {
+    "quantized_dot": named(call(X, KERNEL_8).has_no_kernel("x is float32 .*, and cuBLASLt is taken for float8")),
+    "float8_linear": named(call(X, KERNEL[:, :40]).has_no_kernel(LENGTHS)),
+}
+
+
+def rows_of(array):
+    return f64(array).reshape(-1, array.shape[-1])
+
+
+def rounded(how, array, axes):
+    """What an array stands for that is quantised with a scale for what lies along these axes, in float64."""
+    if how is None:
+        return f64(array)
+    if how.granularity == "token":
+        values, scales = array_by_numpy(array, how, axes)
+    else:  # as XLA divides
+        values, scales = jax.tree.leaves(quantize(array, how, axis=tuple(range(array.ndim))))
+    return f64(values.astype(jnp.float32)) * f64(scales)
+
+
+def folded(how, dy, factor, axes, along):
+    """dy as it is rounded for one product, in float64, without the scales of the other factor that went into it."""
+    if how.granularity == "tensor":
+        return rounded(how, dy, axes)
+    _, scales = array_by_numpy(factor, how, along)
+    scales = jnp.where(jnp.abs(factor).max(along, keepdims=True) == 0, 0, scales)
+    with np.errstate(invalid="ignore"):
+        return np.nan_to_num(rounded(how, dy.astype(jnp.float32) * scales, axes) / f64(scales))
+
+
+def gradients_of(form, x, kernel, dy, *, rounds=True):
+    """dx and dw of the rounded operands, dy rounded once for each product, or not at all; and their terms' sizes."""
+    a, b = rounded(form.x, x, -1), rounded(form.kernel, kernel, 0)
+    if form.recipe is None:  # its derivative multiplies what moves by the other in its own dtype
+        a, b = f64(round_to(a, kernel.dtype)), f64(round_to(b, x.dtype))
+    rounds = rounds and form.recipe is not None
+    u = folded(form.x, dy, kernel, -1, 0) if rounds else dy
+    is_wide = not rounds or form.recipe.weight_gradient == "compute"
+    v = dy if is_wide else folded(form.x, dy, x, tuple(range(x.ndim - 1)), -1)
+    factors = (rows_of(u), b.T), (rows_of(a).T, rows_of(v))
+    return [(p @ q, np.abs(p) @ np.abs(q)) for p, q in factors]
+
+
+def row(name, form):
+    """Its derivative is by convention: forward mode rounds no tangent, reverse mode dy once for each product."""
+
+    def exact(x, kernel, bias=None, *, out_dtype=None):
+        a, b = rounded(form.x, x, -1), rounded(form.kernel, kernel, 0)
+        addend = 0.0 if bias is None else f64(bias)
+        y = a @ b + addend
+        return Forward(y, round_to(y, np.dtype(out_dtype or x.dtype)), np.abs(a) @ np.abs(b) + np.abs(addend), 0.0)
+
+    def exact_gradients(cotangents, x, kernel, bias=None, **_):
+        (dy,) = cotangents
+        (dx, of_dx), (dw, _) = gradients_of(form, x, kernel, dy)
+        return {"x": (dx.reshape(x.shape), of_dx), "kernel": (dw, None), "bias": (rows_of(dy).sum(0), None)}
+
+    def formula(x, kernel, bias=None):
+        if form.recipe is None:
+            x = x if form.x is None else formulas.rounded(x, form.x)
+            y = x @ formulas.rounded(kernel.T, form.kernel).T
+        else:
+            y = formulas.float8_product(form.recipe, x, kernel)
+        return (y if bias is None else y + bias,)
+
+    mix = jnp.cos(jnp.arange(100.0)).reshape(10, 10)
+    return Op(
+        name=f"{'quantized_dot' if form.recipe is None else 'float8_linear'}, {name}",
+        public="quantized_dot" if form.recipe is None else "float8_linear",
+        kind="elements",
+        operands=("x", "kernel", "bias"),
+        arrays=1,
+        shapes={"bias": lambda shape: shape[-1:]},
+        dtypes=ALONE[: 1 if form == LINEAR["wide weight gradient"] else None],  # x is rounded to its own dtype again
+        function=lambda *args, **options: (form(*args, **options),),
+        formula=formula,
+        as_norm=lambda function: lambda x, scale, bias=None: function(x, scale[:, None] * mix, bias)[0],
+        exact=exact,
+        exact_gradients=exact_gradients,
+        small=Size((6, 10), (10, 10)),
+        sizes=(
+            Size((24, 96), (96, 48)),
+            Size((4, 6, 128), (128, 33)),
+            Size((300, 31), (31, 17)),
+            Size((1, 64), (64, 300)),
+        ),
+        lengths=(Size((7, 31), (31, 17)), Size((24, 128), (128, 48))),
+        statistics=0,
+        is_product=True,
+        numbers=(),
+        bad_calls=BAD_DOTS if form.recipe is None else BAD_LINEAR,
+        without_kernel=WITHOUT_KERNEL["quantized_dot" if form.recipe is None else "float8_linear"],
+    )
+
+
+PRODUCTS = tuple(row(name, form) for name, form in FORMS.items())
+# The first of those whose rules differ.
+EACH_PRODUCT = (PRODUCTS[0], PRODUCTS[2], *PRODUCTS[4:6])
+
 each_form = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 
 
@@ -115,43 +256,6 @@ def assert_norms_close(actual, expected, bound, least=0.0):
         assert np.linalg.norm(np.float64(a) - np.float64(e)) <= bound * np.linalg.norm(np.float64(e)) + least
 
 
-def in_a_loop(function):
-    loop = partial(jax.lax.scan, init=None, xs=None, length=2)
-    return lambda *args: jax.tree.map(lambda a: a[0], loop(lambda _, __: (None, function(*args)))[1])
-
-
-PROGRAMS = {
-    "jit": lambda form: jax.jit(gradient(form)),
-    "a loop": lambda form: in_a_loop(gradient(form)),
-    "checkpoint": lambda form: jax.grad(jax.checkpoint(partial(loss, form)), (0, 1, 2)),
-    "save norms": lambda form: jax.jit(
-        jax.grad(jax.checkpoint(partial(loss, form), policy=jaxnorm.checkpoint_policies.save_norms), (0, 1, 2))
-    ),
-    "linearize": lambda form: (
-        lambda *args: jax.linear_transpose(jax.linearize(partial(loss, form), *args)[1], *args)(jnp.float32(1))
-    ),
-    "cond": lambda form: jax.grad(
-        lambda *args: jax.lax.cond(args[2][0] < 9, partial(loss, form), lambda *_: 0.0, *args), (0, 1, 2)
-    ),
-}
-
-
-@cover(program=PROGRAMS, form=FORMS)
-def test_a_gradient_is_the_same_in_every_program(program, form):
-    assert_close(program(form)(*operands()), gradient(form)(*operands()))
-
-
-@each_form
-def test_the_body_of_a_loop(form):
-    def looped(x, *weights):
-        return jax.lax.scan(lambda total, one: (total + loss(form, one, *weights), None), 0.0, x)[0]
-
-    def unrolled(x, *weights):
-        return sum(loss(form, one, *weights) for one in x)
-
-    assert_close(*(jax.grad(function, (0, 1, 2))(*operands()) for function in (looped, unrolled)))
-
-
 AXES = {
     "x": (0, None, None),
     "kernel": (None, 0, None),
@@ -192,25 +296,6 @@ def test_gradients_of_examples(axes, form):
     assert_close(jax.vmap(form, axes)(*args), of_each(form, axes, args))
 
 
-@each_form
-def test_examples_of_examples(form):
-    x, kernel, _ = operands(rows=(5,), examples=(2,))
-    ys = jax.vmap(jax.vmap(form, (None, 0)), (0, None))(x, kernel)
-    assert_close(ys, jnp.stack([jnp.stack([form(a, b) for b in kernel]) for a in x]))
-    inner = jax.grad(lambda x, kernel: jnp.sin(form(x, kernel)).sum(), (0, 1))
-    grads = jax.vmap(jax.vmap(inner, (None, 0)), (0, None))(x, kernel)
-    assert_close(grads[1], jnp.stack([jnp.stack([inner(a, b)[1] for b in kernel]) for a in x]))
-
-
-@each_form
-@pytest.mark.parametrize("axes", [(0, None), (None, 0), (0, 0)], ids=str)
-def test_no_examples(axes, form):
-    args = [a[:0] if axis == 0 else a[0] for a, axis in zip(operands(examples=(1,))[:2], axes, strict=True)]
-    assert jax.vmap(form, axes)(*args).shape == (0, *ROWS, COLUMNS)
-    grads = jax.vmap(jax.grad(lambda *args: form(*args).sum(), (0, 1)), axes)(*args)
-    assert [g.shape[0] for g in grads] == [0, 0]
-
-
 # A row is dead in one example alone, and its scale is that of all.
 @pytest.mark.parametrize("save", ["quantized", "inputs"])
 def test_examples_of_quantised_values_that_share_scales(save):
@@ -225,32 +310,6 @@ def test_examples_of_quantised_values_that_share_scales(save):
     assert_close(jax.vmap(jax.grad(of_kernel, 1), (0, None))(values, kernel), each)
     kernels = jnp.stack([kernel] * 2)
     assert_close(jax.grad(lambda kernels: jax.vmap(of_kernel)(values, kernels).sum())(kernels), each)
-
-
-@each_form
-@pytest.mark.parametrize("rows", [ROWS, (), (1,), (0,), (2, 0, 3)], ids=str)
-def test_few_rows(rows, form):
-    x, kernel, bias = draw("x", (*rows, DEPTH)), *operands()[1:]
-    with jax.numpy_rank_promotion("raise"):
-        dx, dw, db = jax.grad(lambda *args: form(*args).sum(), (0, 1, 2))(x, kernel, bias)
-    assert form(x, kernel, bias).shape == (*rows, COLUMNS)
-    assert (dx.shape, dw.shape, db.shape) == (x.shape, kernel.shape, bias.shape)
-    if not x.size:
-        np.testing.assert_array_equal(dw, 0)
-
-
-@each_form
-def test_an_exported_program(form):
-    (x, kernel, bias), dy = operands(), draw("dy", (*ROWS, COLUMNS))
-    (rows,) = export.symbolic_shape("rows")
-    types = [jax.ShapeDtypeStruct((rows, *a.shape[1:]), a.dtype) for a in (x, dy)]
-    function = jax.jit(partial(value_and_gradients, form))
-    program = export.export(function, platforms=("cpu", "cuda", "tpu"))(types[0], kernel, bias, types[1])
-    assert not count_native_calls(program.mlir_module())
-    read = export.deserialize(program.serialize())
-    for count in (1, 5):
-        args = x[:count], kernel, bias, dy[:count]
-        assert_close(read.call(*args), function(*args), 1e-6 if jax.default_backend() == "cpu" else 2.0**-5)
 
 
 @each_form
@@ -301,16 +360,6 @@ def test_a_quantised_x(form):
     ours = jax.grad(lambda x, kernel: of(norm(x), kernel), (0, 1))(x, kernel)
     exact = jax.grad(lambda x, kernel: (jaxnorm.rms_norm(x) @ kernel).sum(), (0, 1))(x, kernel)
     assert_norms_close(ours, exact, 0.1)
-
-
-@pytest.mark.parametrize("argnums", [(0,), (1,), (2,), (0, 2), (0, 1, 2)], ids=str)
-def test_the_backward_computes_what_is_asked_for(argnums):
-    form = LINEAR["default"]
-    every, asked = gradient(form), jax.grad(partial(loss, form), argnums)
-    for i, actual in zip(argnums, asked(*operands()), strict=True):
-        np.testing.assert_array_equal(actual, every(*operands())[i])
-    program = str(jax.make_jaxpr(asked)(*operands()))
-    assert program.count("jaxnorm_float8_linear_bwd[") == len({0, 1} & {*argnums})
 
 
 def test_what_is_rounded_is_kept_in_place_of_the_inputs():
