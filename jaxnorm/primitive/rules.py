@@ -143,6 +143,7 @@ class Rules:
     def __init__(self, name: str) -> None:
         self.primitive = Primitive(name)
         self.primitive.multiple_results = True
+        self.traced = jax.jit(lambda params, *leaves: self.formula(*leaves, **dict(params)), static_argnums=0)
         self.primitive.def_abstract_eval(self.abstract)
         compat.run_eagerly(self.primitive)
         batching.primitive_batchers[self.primitive] = self.batch
@@ -176,8 +177,8 @@ class Rules:
         """The results in jax.numpy."""
 
     def abstract(self, *leaves: Any, **params: Any) -> list[Any]:
-        """The types of the results, by default the formula's."""
-        return list(jax.make_jaxpr(lambda *values: self.formula(*values, **params))(*leaves).out_avals)
+        """The types of the results, by default the formula's: jit keeps them, where JAX asks again for each tangent."""
+        return list(self.traced.trace(tuple(params.items()), *leaves).jaxpr.out_avals)
 
     def batch(self, *leaves_and_axes: Any, **params: Any) -> Any:
         """By default the formula of each example."""
