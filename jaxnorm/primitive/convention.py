@@ -95,9 +95,7 @@ class Convention(Rules):
 
 def with_rows(spec: P) -> P:
     """The spec of rows with one axis more, in front."""
-    if spec.out_spec is None:
-        return spec
-    return dataclasses.replace(spec, out_spec=PartitionSpec(None, *spec.out_spec))
+    return spec if spec.out_spec is None else dataclasses.replace(spec, out_spec=PartitionSpec(None, *spec.out_spec))
 
 
 def with_examples(spec: P) -> P:

@@ -116,8 +116,30 @@ class Float8DotGeneral:
         dimension_numbers have no batch axes, which is a ValueError. precision "highest" sums up in float32 throughout;
         others change nothing. out_sharding is that over an Explicit mesh.
         """
-        given = dimension_numbers, precision, preferred_element_type
-        return dot_general("float8_dot_general", x, kernel, *given, self.recipe, out_sharding)
+        function = "float8_dot_general"
+        (of_x, of_kernel), batch = dimension_numbers
+        if any(map(len, batch)):
+            raise ValueError(
+                f"{function}: dimension_numbers have batch axes {tuple(map(tuple, batch))}, expected none: a kernel is "
+                f"one matrix. For several use jax.vmap, or jax.lax.dot_general for a product without a kernel."
+            )
+        x, kernel = checks.check_x(function, x), check_array(function, "kernel", kernel)
+        if isinstance(x, Quantized):
+            raise TypeError(f"{function}: x is a jaxnorm.Quantized, expected an array; use jaxnorm.float8_linear.")
+        lengths = [x.shape[axis] for axis in of_x]
+        if lengths != [kernel.shape[axis] for axis in of_kernel]:
+            raise ValueError(
+                f"{function}: x has shape {x.shape} and kernel {kernel.shape}, whose axes {tuple(of_x)} and "
+                f"{tuple(of_kernel)} are summed together, expected the same lengths there."
+            )
+        # In the kernel's order, which is moved less.
+        pairs = sorted(zip(of_kernel, of_x, strict=True))
+        kernel, outputs = _summed(kernel, [axis for axis, _ in pairs], last=False)
+        x, rows = _summed(x, [axis for _, axis in pairs], last=True)
+        dtype = jnp.promote_types(x.dtype, kernel.dtype) if preferred_element_type is None else preferred_element_type
+        is_matrix = len(outputs) == 1
+        y = linear(function, x, kernel, None, dtype, self.recipe, None, precision, out_sharding if is_matrix else None)
+        return y if is_matrix else lax.reshape(y, (*rows, *outputs), out_sharding=out_sharding)
 
 
 float8_dot_general = Float8Recipe().dot_general
@@ -221,44 +243,6 @@ def _out_spec(x: jax.Array, kernel: jax.Array, out_sharding: OutSharding) -> Par
     # What is split twice by one name is no sharding, and JAX's product says so.
     is_known = (of_x is None and of_kernel is None) or len(set(names)) < len(names)
     return None if is_known else PartitionSpec(*rows, columns)
-
-
-def dot_general(
-    function: str,
-    x: object,
-    kernel: object,
-    dimension_numbers: lax.DotDimensionNumbers,
-    precision: lax.PrecisionLike,
-    dtype: DTypeLike | None,
-    recipe: Float8Recipe,
-    out_sharding: OutSharding,
-) -> jax.Array:
-    """The product as `lax.dot_general` gives it, of operands without batch axes."""
-    (of_x, of_kernel), batch = dimension_numbers
-    if any(map(len, batch)):
-        raise ValueError(
-            f"{function}: dimension_numbers have batch axes {tuple(map(tuple, batch))}, expected none: a kernel is one "
-            f"matrix. For several use jax.vmap, or jax.lax.dot_general for a product without a kernel."
-        )
-    x, kernel = checks.check_x(function, x), check_array(function, "kernel", kernel)
-    if isinstance(x, Quantized):
-        raise TypeError(f"{function}: x is a jaxnorm.Quantized, expected an array; use jaxnorm.float8_linear.")
-    lengths = [x.shape[axis] for axis in of_x]
-    if lengths != [kernel.shape[axis] for axis in of_kernel]:
-        raise ValueError(
-            f"{function}: x has shape {x.shape} and kernel {kernel.shape}, whose axes {tuple(of_x)} and "
-            f"{tuple(of_kernel)} are summed together, expected the same lengths there."
-        )
-    # In the kernel's order, which is moved less.
-    pairs = sorted(zip(of_kernel, of_x, strict=True))
-    kernel, outputs = _summed(kernel, [axis for axis, _ in pairs], last=False)
-    x, rows = _summed(x, [axis for _, axis in pairs], last=True)
-    dtype = jnp.promote_types(x.dtype, kernel.dtype) if dtype is None else dtype
-    is_matrix = len(outputs) == 1
-    y = linear(function, x, kernel, None, dtype, recipe, None, precision, out_sharding if is_matrix else None)
-    if is_matrix:
-        return y
-    return lax.reshape(y, (*rows, *outputs), out_sharding=out_sharding)
 
 
 def _summed(array: jax.Array, axes: list[int], *, last: bool) -> tuple[jax.Array, list[int]]:

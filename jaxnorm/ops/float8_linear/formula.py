@@ -1,12 +1,8 @@
-"""A linear layer in float8: how its operands are rounded, and its derivatives by wide products.
-
-    y[m,n]  = s_x[m] s_w[n] Σ_k q_x[m,k] q_w[k,n] + bias[n]
-    dx[m,k] = s_u[m] Σ_n q_u[m,n] q_w[k,n]              u[m,n] = dy[m,n] s_w[n], quantised by rows
-    dw[k,n] = s_v[n] Σ_m q_x[m,k] q_v[m,n]              v[m,n] = dy[m,n] s_x[m], quantised by columns
-    db[n]   = Σ_m dy[m,n]
+"""A linear layer in float8, as `jaxnorm.float8_linear` says: how its operands are rounded, and derivatives by wide
+products. Those of float8 have the formula of `jaxnorm.ops.quantized_dot`.
 
 Here the scale of a row or column of zeros is 0 and not 1, as `quantize` has it: it adds nothing, and as 1 it would set
-the largest value of all others in u or v. Products have the formula of `jaxnorm.ops.quantized_dot`.
+the largest value of all others in u or v.
 """
 
 import dataclasses
@@ -24,7 +20,7 @@ from jax.typing import DTypeLike
 from jaxnorm.ops.products import Contracted
 from jaxnorm.ops.quantize import rounding
 from jaxnorm.ops.quantize.rounding import Derivative
-from jaxnorm.ops.quantized_dot.formula import QuantizedDot, T_co, of_batch, sharding_of, wide_product
+from jaxnorm.ops.quantized_dot.formula import QuantizedDot, T_co, of_batch, wide_product
 from jaxnorm.primitive.convention import ProductSpec
 from jaxnorm.quantization import Quantization
 
@@ -156,11 +152,11 @@ def linear(spec: Float8Linear, saved: Saved, dots: Variables[jax.Array]) -> jax.
     terms = []
     if dots.x is not None:
         values, scales = saved_kernel(spec, saved)
-        dot = _wide(spec, dots.x, values.astype(dots.x.dtype), _last(dots.x, 1), spec.out_spec)
+        dot = _wide(spec, dots.x, values, _last(dots.x, 1), spec.out_spec, dots.x.dtype)
         terms.append(dot * of_rank(dot.ndim, scales[0]))
     if dots.kernel is not None:
         values, scales = saved_x(spec, saved)
-        dot = _wide(spec, values.astype(dots.kernel.dtype), dots.kernel, _last(values, 0), spec.out_spec)
+        dot = _wide(spec, values, dots.kernel, _last(values, 0), spec.out_spec, dots.kernel.dtype)
         terms.append(dot * scales)
     return _total(spec, terms, dots.bias)
 
@@ -183,10 +179,10 @@ def wide_linear(spec: Float8Linear, saved: Saved, dots: Variables[jax.Array]) ->
         return of_batch(spec, wide_linear, saved, dots)
     terms = []
     if dots.x is not None:
-        terms.append(_wide32(spec, dots.x, _moving_kernel(spec, saved), _last(dots.x, 0), spec.out_spec))
+        terms.append(_wide(spec, dots.x, _moving_kernel(spec, saved), _last(dots.x, 0), spec.out_spec))
     if dots.kernel is not None:
         x = _moving(saved.x, saved_x(spec, saved))
-        terms.append(_wide32(spec, x, dots.kernel, _last(x, 0), spec.out_spec))
+        terms.append(_wide(spec, x, dots.kernel, _last(x, 0), spec.out_spec))
     return _total(spec, terms, dots.bias)
 
 
@@ -197,10 +193,10 @@ def wide_backward(spec: Float8Linear, dy: jax.Array, saved: Saved, wanted: Varia
     rows = tuple(range(dy.ndim - 1))
     gradients = {}
     if wanted.x is not None:
-        gradients["x"] = _wide32(spec, dy, _moving_kernel(spec, saved), _last(dy, 1), wanted.x.spec)
+        gradients["x"] = _wide(spec, dy, _moving_kernel(spec, saved), _last(dy, 1), wanted.x.spec)
     if wanted.kernel is not None:
         x = _moving(saved.x, saved_x(spec, saved))
-        gradients["kernel"] = _wide32(spec, x, dy, (rows, rows), wanted.kernel.spec)
+        gradients["kernel"] = _wide(spec, x, dy, (rows, rows), wanted.kernel.spec)
     if wanted.bias is not None:
         gradients["bias"] = dy.astype(np.float32).sum(rows)
     return Variables(**{name: array.astype(getattr(wanted, name).dtype) for name, array in gradients.items()})
@@ -210,20 +206,19 @@ def wide_of_kernel(spec: Float8Linear, dy: jax.Array, x: Rounded, saved: Saved, 
     """The kernel's gradient where the recipe does not round dy for it."""
     rows = tuple(range(dy.ndim - 1))
     dtype = dy.dtype if saved.x is None else jnp.promote_types(saved.x.dtype, dy.dtype)
-    wide = (x.values.astype(np.float32) * x.scales).astype(dtype)
-    return _wide(spec, wide, dy.astype(dtype), (rows, rows), wanted.spec).astype(wanted.dtype)
+    wide = x.values.astype(np.float32) * x.scales
+    return _wide(spec, wide, dy, (rows, rows), wanted.spec, dtype).astype(wanted.dtype)
 
 
 def _wide(
-    spec: Float8Linear, a: jax.Array, b: jax.Array, contracted: Contracted, out_spec: PartitionSpec | None
+    spec: Float8Linear,
+    a: jax.Array,
+    b: jax.Array,
+    contracted: Contracted,
+    out_spec: PartitionSpec | None,
+    dtype: DTypeLike = np.float32,
 ) -> jax.Array:
-    return wide_product(a, b, contracted, spec, sharding_of(a, out_spec))
-
-
-def _wide32(
-    spec: Float8Linear, a: jax.Array, b: jax.Array, contracted: Contracted, out_spec: PartitionSpec | None
-) -> jax.Array:
-    return _wide(spec, a.astype(np.float32), b.astype(np.float32), contracted, out_spec)
+    return wide_product(a.astype(dtype), b.astype(dtype), contracted, spec, out_spec)
 
 
 def _moving_kernel(spec: Float8Linear, saved: Saved) -> jax.Array:

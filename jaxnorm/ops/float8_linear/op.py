@@ -29,7 +29,7 @@ from jaxnorm.ops.quantized_dot.op import Product, ProductCall
 from jaxnorm.primitive import registry, rules
 from jaxnorm.primitive.convention import Convention, with_examples
 from jaxnorm.primitive.decide import Call, Formula, Program
-from jaxnorm.primitive.registry import Described, Function, Request
+from jaxnorm.primitive.registry import Described, Function
 from jaxnorm.primitive.rules import Axes, Batched, Dots, Leaves, Rules, all_none, named, primitive_name, tangents_jnp
 
 NAME = "float8_linear"
@@ -61,15 +61,11 @@ _program = jax.jit(_linear, static_argnums=0)
 
 
 def _factors(
-    x: jax.Array,
-    x_scales: jax.Array | None,
-    weights: jax.Array,
-    scales: jax.Array | None,
-    bias: jax.Array | None = None,
+    x: jax.Array, x_scales: jax.Array | None, kernel: jax.Array, scales: jax.Array | None, bias: jax.Array | None = None
 ) -> Arrays:
     """The operands of a product; the scales of what is rounded by columns go with the outputs."""
     scales = jnp.ones((1, 1), np.float32) if scales is None else scales.reshape(-1, 1)
-    return Matrices(x, weights, scales, x_scales, bias)
+    return Matrices(x, kernel, scales, x_scales, bias)
 
 
 class _Forward(Convention):
@@ -111,7 +107,11 @@ def _tangent(spec: Float8Linear, y: jax.Array, saved: Saved, dots: Variables[jax
 
 class _Linear(Rules):
     def bind(self, spec: Float8Linear, saved: Saved, dots: Variables[jax.Array]) -> jax.Array:
-        (y,) = rules.bind(self.primitive, (_read(saved, dots), dots), spec=spec)
+        if dots.kernel is None:
+            saved = saved._replace(x=None, rounded_x=None)
+        if dots.x is None:
+            saved = saved._replace(kernel=None, rounded_kernel=None)
+        (y,) = rules.bind(self.primitive, (saved, dots), spec=spec)
         return y
 
     def formula(self, *leaves: jax.Array, tree: PyTreeDef, spec: Float8Linear) -> list[jax.Array]:
@@ -144,15 +144,6 @@ class _Linear(Rules):
     def described(self, *types: ShapedArray, tree: PyTreeDef, spec: Float8Linear) -> Described:
         _, dots = jax.tree.unflatten(tree, types)
         return Described(NAME, dots, "linear", Formula("tangents have no kernel"))
-
-
-def _read(saved: Saved, variables: Variables[jax.Array]) -> Saved:
-    """What of it is read for these tangents."""
-    if variables.kernel is None:
-        saved = saved._replace(x=None, rounded_x=None)
-    if variables.x is None:
-        saved = saved._replace(kernel=None, rounded_kernel=None)
-    return saved
 
 
 def _wanted(spec: Float8Linear, aval: ShapedArray) -> Wanted:
@@ -302,15 +293,12 @@ def _call(
     return ProductCall(asked, Matrices(of_x, of_weights, ShapedArray((1, 1), np.float32), None, bias))
 
 
-def _of_request(request: Request) -> Call:
-    operands = Operands(request.array(request.shape), request.matrix)
-    return call_of(Float8Linear(out_dtype=request.out_dtype), operands)
-
-
 registry.add_functions(
     Function(
         NAME,
-        call=_of_request,
+        call=lambda request: call_of(
+            Float8Linear(out_dtype=request.out_dtype), Operands(request.array(request.shape), request.matrix)
+        ),
         arguments=lambda request: {"kernel": request.matrix},
         dtypes=tuple(map(jnp.dtype, ("bfloat16", "float16", "float32"))),
         out_dtypes=tuple(map(jnp.dtype, ("bfloat16", "float16", "float32"))),

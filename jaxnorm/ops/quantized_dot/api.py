@@ -54,8 +54,7 @@ def quantized_dot(
     kernel = checks.check_kernel(NAME, kernel, x)
     x = checks.check_x(NAME, x, kernel)
     checks.check_scales(NAME, "kernel", kernel)
-    is_quantized = isinstance(x, Quantized)
-    values = x.values if is_quantized else x
+    values, scales, carrier = (x.values, x.scales, x.carrier) if isinstance(x, Quantized) else (x, None, None)
     spec = QuantizedDot(
         out_dtype=checks.check_out_dtype(NAME, out_dtype, x),
         implementation=choice.implementation,
@@ -67,9 +66,9 @@ def quantized_dot(
         values,
         kernel.values,
         _of_rows(kernel.scales, kernel.values),
-        _of_rows(x.scales, values) if is_quantized else None,
+        None if scales is None else _of_rows(scales, values),
         checks.check_bias(NAME, bias, kernel.values.shape[0]),
-        x.carrier if is_quantized else None,
+        carrier,
         kernel.carrier,
     )
     decide.check_native(op.ProductCall(spec, jax.tree.map(jax.typeof, operands)))

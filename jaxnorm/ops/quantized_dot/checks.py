@@ -41,7 +41,12 @@ def check_x(function: str, x: object, kernel: Quantized) -> jax.Array | Quantize
     if isinstance(x, Quantized):
         check_scales(function, "x", x)
         values = x.values
-        _check_dtypes(function, values.dtype, kernel.values.dtype)
+        if values.dtype.name not in (expected := dtypes_beside(kernel.values.dtype)):
+            raise TypeError(
+                f"{function}: x has values of {values.dtype} and the kernel of {kernel.values.dtype}, expected "
+                f"{' or '.join(expected)} for x; quantize it to that, or the kernel to a dtype like it. Only kernels "
+                f"have 4 bits."
+            )
     else:
         x = values = checks.check_array(function, "x", x)
     outputs, inputs = kernel.values.shape
@@ -81,14 +86,6 @@ def check_scales(function: str, name: str, quantized: Quantized) -> None:
 def dtypes_beside(kernel: DTypeLike) -> tuple[str, ...]:
     """The dtypes of a quantised x that there is a product of with a kernel of this dtype."""
     return ("float8_e4m3fn", "float8_e5m2") if jnp.issubdtype(kernel, jnp.floating) else ("int8",)
-
-
-def _check_dtypes(function: str, x: np.dtype, kernel: np.dtype) -> None:
-    if x.name not in (expected := dtypes_beside(kernel)):
-        raise TypeError(
-            f"{function}: x has values of {x} and the kernel of {kernel}, expected {' or '.join(expected)} for x; "
-            f"quantize it to that, or the kernel to a dtype like it. Only kernels have 4 bits."
-        )
 
 
 def check_bias(function: str, bias: object, outputs: int) -> jax.Array | None:

@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from jaxnorm.ops import products
+from jaxnorm.ops.products import Contracted
 from jaxnorm.primitive.convention import P, ProductSpec
 from jaxnorm.primitive.op import Record
 
@@ -124,15 +125,16 @@ def _product(spec: QuantizedDot, operands: Arrays) -> jax.Array:
         return _dot(x, wide, wide_dtype(x.dtype))
     if weights.dtype == jnp.float4_e2m1fn:
         weights = weights.astype(x.dtype)
-    contracted, out_sharding = contracted_axes(spec, x, weights), sharding_of(x, spec.out_spec)
+    contracted = _contracted_axes(spec, x, weights)
     if spec.wants_all_digits:
-        return wide_product(x.astype(np.float32), weights.astype(np.float32), contracted, spec, out_sharding)
+        return wide_product(x.astype(np.float32), weights.astype(np.float32), contracted, spec, spec.out_spec)
     # What XLA reads of the precision for products of float8 on GPUs.
     precision = None if spec.fast_accumulation is not False else lax.Precision.HIGHEST
+    out_sharding = _sharding_of(x, spec.out_spec)
     return products.wide_dot(x, weights, contracted, np.float32, precision=precision, out_sharding=out_sharding)
 
 
-def contracted_axes(spec: QuantizedDot, x: jax.Array, weights: jax.Array) -> products.Contracted:
+def _contracted_axes(spec: QuantizedDot, x: jax.Array, weights: jax.Array) -> Contracted:
     """The axes that are summed, of both."""
 
     def axes(array: jax.Array, is_first: bool) -> tuple[int, ...]:
@@ -143,18 +145,14 @@ def contracted_axes(spec: QuantizedDot, x: jax.Array, weights: jax.Array) -> pro
 
 
 def wide_product(
-    x: jax.Array,
-    weights: jax.Array,
-    contracted: products.Contracted,
-    spec: ProductSpec,
-    out_sharding: NamedSharding | None = None,
+    x: jax.Array, weights: jax.Array, contracted: Contracted, spec: ProductSpec, out_spec: PartitionSpec | None
 ) -> jax.Array:
     """The product of wide arrays, summed up in float32, with all digits where the spec wants them."""
-    precision = lax.Precision.HIGHEST if spec.wants_all_digits else None
+    precision, out_sharding = lax.Precision.HIGHEST if spec.wants_all_digits else None, _sharding_of(x, out_spec)
     return products.wide_dot(x, weights, contracted, np.float32, precision=precision, out_sharding=out_sharding)
 
 
-def sharding_of(array: jax.Array, spec: PartitionSpec | None) -> NamedSharding | None:
+def _sharding_of(array: jax.Array, spec: PartitionSpec | None) -> NamedSharding | None:
     """The sharding over the array's Explicit mesh by a spec, None of None."""
     return None if spec is None else jax.typeof(array).sharding.update(spec=spec)
 

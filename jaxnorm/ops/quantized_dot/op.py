@@ -267,10 +267,6 @@ CONVENTION = _Convention("jaxnorm_quantized_dot_derivative")
 registry.add_types(QuantizedDot, Spec)
 
 
-def _of_request(request: Request) -> ProductCall:
-    return ProductCall(QuantizedDot(out_dtype=request.out_dtype), _requested(request))
-
-
 def _requested(request: Request) -> Operands[Any]:
     """x by weights of its dtype, or of int8 where x is an array."""
     (*rows, depth), columns = request.shape, request.columns
@@ -291,7 +287,7 @@ def _arguments(request: Request) -> dict[str, Any]:
 registry.add_functions(
     Function(
         "quantized_dot",
-        call=_of_request,
+        call=lambda request: ProductCall(QuantizedDot(out_dtype=request.out_dtype), _requested(request)),
         arguments=_arguments,
         dtypes=tuple(map(jnp.dtype, ("float8_e4m3fn", "float8_e5m2", "int8", "bfloat16", "float16", "float32"))),
         out_dtypes=tuple(map(jnp.dtype, ("bfloat16", "float16", "float32"))),
