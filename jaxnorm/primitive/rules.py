@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import ShapedArray
-from jax.extend.core import Primitive
+from jax.extend.core import JaxprEqn, Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
+from jax.tree_util import PyTreeDef
 
 from jaxnorm.native import compat, private
 from jaxnorm.primitive import lowering, registry, weights
@@ -202,7 +203,7 @@ class Inner(Rules):
 
     platforms: tuple[str, ...] = ("cuda",)
 
-    def call(self, *_: Any, **params: Any) -> Call:
+    def call(self, *_: ShapedArray, **params: Hashable) -> Call:
         return lowering.Inner(self.platforms, is_partitionable=self.dim_maps is not None)
 
 
@@ -233,7 +234,7 @@ class RowRules(Rules):
             ad.primitive_transposes[self.primitive] = self.transpose
 
     @property
-    def in_place(self) -> Any:
+    def in_place(self) -> Callable[..., list[ShapedArray]] | None:
         """The abstract evaluation, where the native rule asks where an operand comes from."""
         return None
 
@@ -254,27 +255,27 @@ class RowRules(Rules):
         name = public_name(self.op, spec, cotangents if self.direction == "backward" else operands)
         return Described(name, operands, self.direction, self.call(*types, **params))
 
-    def by_formula(self, platform: str, ctx: Any, *leaves: Any, **params: Any) -> Any:
+    def by_formula(self, platform: str, ctx: lowering.Context, *leaves: lowering.Value, **params: Hashable) -> Any:
         """The native rule of an op whose formula calls other ops' kernels."""
         return mlir.lower_fun(self.formula)(ctx, *leaves, **params)
 
-    def jvp_of_formula(self, primals: Any, dots: Any, **params: Any) -> Any:
-        def formula(*leaves: Any) -> list[jax.Array]:
+    def jvp_of_formula(self, primals: Leaves, dots: Dots, **params: Hashable) -> tuple[Leaves, Leaves]:
+        def formula(*leaves: jax.Array) -> list[jax.Array]:
             return self.formula(*leaves, **params)
 
         return self.primitive.bind(*primals, **params), tangents_jnp(formula, primals, dots)
 
-    def jet(self, primals: Any, series: Any, **params: Any) -> Any:
+    def jet(self, primals: Leaves, series: Sequence[Leaves], **params: Hashable) -> Any:
         """The rule of `jax.experimental.jet`: higher derivatives are the formula's."""
         return private.jet_of_formula(lambda *leaves: self.formula(*leaves, **params), primals, series)
 
-    def named_operands(self, tree: Any, leaves: Sequence[Any]) -> Record:
+    def named_operands(self, tree: PyTreeDef, leaves: Types | Leaves) -> Record:
         """The operands among these values, or what a derivative reads in their place."""
         records = self._operands(tree, leaves)
         return records if self.direction == "forward" else records[self.direction == "backward"]
 
     @abstractmethod
-    def _operands(self, tree: Any, values: Any) -> Any:
+    def _operands(self, tree: PyTreeDef, values: Types | Leaves) -> Record:
         """What the leaves of the operands are."""
 
     def role(self, name: str) -> Role:
@@ -284,7 +285,7 @@ class RowRules(Rules):
         """Those of all arrays of a NamedTuple of types, for an x of this rank."""
         return [self.role(name).dim_map(spec, ndim, array.shape) for name, array in leaves_of(arrays)]
 
-    def aligned(self, spec: RowSpec, names: Sequence[str], x: Any, given: Sequence[Any]) -> list[Any]:
+    def aligned(self, spec: RowSpec, names: Sequence[str], x: ShapedArray, given: Sequence[Any]) -> list[Any]:
         """Weights, for an x of this type, as primitives have them: of the same batch dims, a factor with its own."""
         whole = list(given)
         for of_factor in (False, True):
@@ -305,14 +306,14 @@ class RowRules(Rules):
         return [array for name, array in leaves_of(arrays) if self.is_weight(name)]
 
 
-def drop_unread(primitive: Primitive, without_unread: Callable[..., Any]) -> None:
+def drop_unread(primitive: Primitive, without_unread: Callable[..., tuple[dict[str, Any], Sequence[bool]]]) -> None:
     """Let calls of primitive leave out results: jit asks before it lowers a program.
 
     Of which results are read, the types of the operands and the parameters, without_unread gives the parameters of the
     call that takes its place, and which of the results that gives. The rule has one argument more since JAX 0.12.
     """
 
-    def rule(is_read: list[bool], *more: Any) -> tuple[list[bool], Any]:
+    def rule(is_read: list[bool], *more: Any) -> tuple[list[bool], JaxprEqn | None]:
         *_, equation = more
         if not any(is_read):
             return [False] * len(equation.invars), None
