@@ -6,21 +6,23 @@ kernel would make that of its own part; but what is rounded by columns is transp
 
 import dataclasses
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import ShapedArray
+from jax.sharding import AxisType
 
 from jaxnorm.native import compat, ffi
 from jaxnorm.ops.float8_linear import formula
-from jaxnorm.ops.float8_linear.formula import Float8Linear, Rounded
+from jaxnorm.ops.float8_linear.formula import FLOAT8, Float8Linear, Rounded
 from jaxnorm.ops.quantized_dot import op as quantized_dot
 from jaxnorm.primitive import fallback, lowering, reasons
 from jaxnorm.primitive.convention import Still
 from jaxnorm.primitive.decide import Call, Program
 from jaxnorm.primitive.lowering import Context, Value, Values
-from jaxnorm.primitive.rules import Axes, Batched, Leaves, all_none, at_front, examples_first
+from jaxnorm.primitive.rules import Axes, Batched, Leaves, Types, all_none, at_front, examples_first
 
 # Targets that only CUDA has.
 ROWS, COLUMNS, GRADIENT = (f"jaxnorm_round_{name}" for name in ("rows", "columns", "gradient"))
@@ -59,6 +61,18 @@ class _Round(Still):
     by_columns: int | None = None
     kernel: Callable[..., Values]  # the results of the kernel on one device
 
+    def abstract(self, *operands: ShapedArray, spec: Float8Linear, **how: Hashable) -> list[ShapedArray]:
+        """The formula's, which takes milliseconds to trace; directly where no axes of a mesh are a part of types."""
+        x, place = operands[0], self.by_columns
+        if not {*x.sharding.mesh.axis_types} <= {AxisType.Auto}:
+            return super().abstract(*operands, spec=spec, **how)
+        (*rows, columns), ones = x.shape, (1,) * (x.ndim - 1)
+        scaled_rows, scaled_columns = (rows, columns) if spec.scaling == "row" else (ones, 1)
+        by_rows = [x.shape, (*scaled_rows, 1)] if how.get("rows", place is None) else []
+        shapes = by_rows if place is None else [*by_rows, (columns, *rows), (*ones, scaled_columns)]
+        dtypes = (FLOAT8, np.dtype(np.float32)) * 2
+        return [x.update(shape=n, dtype=dtype, weak_type=False) for n, dtype in zip(shapes, dtypes, strict=False)]
+
     def native(self, platform: str, ctx: Context, *operands: Value, spec: Float8Linear, **how: Hashable) -> Values:
         if not compat.is_split_by_xla(ctx):
             return self.kernel(ctx, operands, spec, **how)
@@ -80,9 +94,7 @@ class _Round(Still):
     def call(self, *types: ShapedArray, spec: Float8Linear, direction: str, **_: Hashable) -> RoundCall:
         return RoundCall(spec, types[0], direction)
 
-    def lowered(
-        self, ctx: Context, operands: Values, attributes: Mapping[str, Hashable], types: Sequence[ShapedArray]
-    ) -> Values:
+    def lowered(self, ctx: Context, operands: Values, attributes: Mapping[str, Hashable], types: Types) -> Values:
         """The results of the kernel, which gives them of these types."""
         *rows, cols = ctx.avals_in[0].shape
         workspace = ffi.workspace("cuda", self.target, ctx.avals_in[0].dtype, math.prod(rows), cols)
