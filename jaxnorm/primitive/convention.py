@@ -19,7 +19,7 @@ from jax.tree_util import PyTreeDef
 
 from jaxnorm.primitive import rules
 from jaxnorm.primitive.op import Record, Spec
-from jaxnorm.primitive.rules import Axes, Batched, Dots, Leaves, Rules, all_none, at_front, no_tangent
+from jaxnorm.primitive.rules import Axes, Batched, Derived, Dots, Leaves, Rules, all_none, at_front, no_tangent
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ P = TypeVar("P", bound=ProductSpec)
 class Still(Rules):
     """A primitive whose results do not move."""
 
-    def jvp(self, primals: Leaves, dots: Dots, **params: Hashable) -> tuple[Leaves, Dots]:
+    def jvp(self, primals: Leaves, dots: Dots, **params: Hashable) -> Derived:
         results = self.primitive.bind(*primals, **params)
         return results, list(map(no_tangent, results))
 
@@ -68,9 +68,7 @@ class Convention(Rules):
         results, _ = jax.tree.unflatten(tree, leaves)
         return list(results)
 
-    def jvp(
-        self, primals: Leaves, dots: Dots, *, tree: PyTreeDef, spec: ProductSpec, **params: Hashable
-    ) -> tuple[Leaves, Dots]:
+    def jvp(self, primals: Leaves, dots: Dots, *, tree: PyTreeDef, spec: ProductSpec, **params: Hashable) -> Derived:
         _, operands = jax.tree.unflatten(tree, primals)
         _, moving = jax.tree.unflatten(tree, [None if type(dot) is ad.Zero else dot for dot in dots])
         results = self.primitive.bind(*primals, tree=tree, spec=spec, **params)

@@ -23,11 +23,12 @@ from jaxnorm.sharding import partition
 from jaxnorm.sharding.dims import CallMaps, DimMap
 
 # What rules get and give: the operands of a primitive, absent ones left out, their types, the axes of their examples,
-# and their tangents; the results of examples, with the axes of these.
+# and their tangents; the results with theirs, or of examples with the axes of these.
 Leaves = Sequence[jax.Array]
 Types = Sequence[ShapedArray]
 Axes = Sequence[int | None]
 Dots = Sequence[jax.Array | ad.Zero]
+Derived = tuple[Leaves, Dots]
 Batched = tuple[Leaves, Sequence[int]]
 
 # What a derivative may want again: the results, the sum with an addend, the row statistics.
@@ -144,7 +145,7 @@ class Rules:
 
     is_checked = True  # by `jax.experimental.checkify`, for NaN in its results
     formula: lowering.Formula  # the results in jax.numpy
-    jvp: Callable[..., tuple[Leaves, Dots]] | None = None
+    jvp: Callable[..., Derived] | None = None
     transpose: Callable[..., Sequence[jax.Array | None]] | None = None
     jet: Callable[..., object] | None = None
     call: Callable[..., Call] | None = None
@@ -215,7 +216,7 @@ class RowRules(Rules):
     All weights of one primitive, tangents included, have the same batch dims, see `jaxnorm.primitive.weights`.
     """
 
-    jvp: Callable[..., tuple[Leaves, Dots]]
+    jvp: Callable[..., Derived]
     transpose: Callable[..., Sequence[jax.Array | None]]
     dim_maps: Callable[..., CallMaps]
 

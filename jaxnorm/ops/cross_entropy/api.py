@@ -280,12 +280,7 @@ def linear_cross_entropy(
     if rows.where is not None:
         kernel, bias = linear.only_what_is_read(name, kernel, bias, rows.where, rows.labels)
     operands = linear.Operands(rows.x, kernel, rows.labels, rows.weights, bias, rows.where, factor)
-    if not with_log and reduction != "none":
-        return _reduced(spec, rows, operands, reduction)
-    of_rows = linear.each(spec, operands)
-    single = (of_rows.losses + _wrong(spec, rows))[..., 0]
-    losses = single if reduction == "none" else _reduced(spec, rows, operands, reduction)
-    return (losses, of_rows.log_sum_exp[..., 0]) if with_log else losses
+    return _results(spec, rows, operands, reduction, with_log=with_log)
 
 
 class _Rows(NamedTuple):
@@ -347,6 +342,17 @@ def _of_classes(x: jax.Array, where: jax.Array, classes: int) -> jax.Array | Non
 def _wrong(spec: linear.LinearCrossEntropy, rows: _Rows) -> jax.Array:
     """What is added to the loss of a row whose label is no class."""
     return nan_where(rows.is_wrong, 0).astype(spec.compute_dtype)
+
+
+def _results(
+    spec: linear.LinearCrossEntropy, rows: _Rows, operands: linear.Operands, reduction: Reduction, *, with_log: bool
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    if not with_log and reduction != "none":
+        return _reduced(spec, rows, operands, reduction)
+    of_rows = linear.each(spec, operands)
+    single = (of_rows.losses + _wrong(spec, rows))[..., 0]
+    losses = single if reduction == "none" else _reduced(spec, rows, operands, reduction)
+    return (losses, of_rows.log_sum_exp[..., 0]) if with_log else losses
 
 
 def _reduced(spec: linear.LinearCrossEntropy, rows: _Rows, operands: linear.Operands, reduction: str) -> jax.Array:

@@ -46,8 +46,7 @@ def check_labels(
             "jax.numpy.asarray(labels)."
         )
     # Of integers of 64 bits jax.numpy makes others of 32, which may be those of classes.
-    is_numpy = isinstance(value, (np.ndarray, np.generic))
-    labels: np.ndarray | jax.Array = np.asarray(value) if is_numpy else jnp.asarray(value)
+    labels = np.asarray(value) if isinstance(value, (np.ndarray, np.generic)) else jnp.asarray(value)
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise TypeError(
             f"{function}: labels must be an array of integers, got {labels.dtype}; they are the numbers of classes, "

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
-from jax.typing import DTypeLike
 
 from jaxnorm.ops.products import Contracted
 from jaxnorm.ops.quantize import rounding
@@ -36,14 +35,12 @@ class Float8Linear(ProductSpec):
     power_of_two: bool = False
     save: str = "quantized"
 
-    def of_product(
-        self, name: str, out_dtype: DTypeLike, out_spec: PartitionSpec | None = None, summed: int = 1
-    ) -> QuantizedDot:
-        """What is static about one of its products: "y", "dx" or "dw"."""
+    def of_product(self, name: str, dtype: np.dtype, spec: PartitionSpec | None = None, rows: int = 1) -> QuantizedDot:
+        """What is static about one of its products: "y", "dx", or "dw" over so many axes of rows."""
         direction = "forward" if name == "y" else "backward"
         asked = self.formula_in(direction)
         return QuantizedDot(
-            out_dtype=np.dtype(out_dtype),
+            out_dtype=dtype,
             implementation=None if asked is None else "xla",
             how=asked or "",
             wants_all_digits=self.wants_all_digits,
@@ -51,10 +48,10 @@ class Float8Linear(ProductSpec):
             fast_accumulation=name in self.fast_accumulation,
             scaling=self.scaling,
             batch=self.batch,
-            summed=summed,
+            summed=rows,
             x_first=name == "dw",
             weights_first=name == "dx",
-            out_spec=out_spec,
+            out_spec=spec,
         )
 
 
@@ -152,11 +149,11 @@ def linear(spec: Float8Linear, saved: Saved, dots: Variables[jax.Array]) -> jax.
     terms = []
     if dots.x is not None:
         values, scales = saved_kernel(spec, saved)
-        dot = _wide(spec, dots.x, values, _last(dots.x, 1), spec.out_spec, dots.x.dtype)
+        dot = wide_product(dots.x, values, _last(dots.x, 1), spec, spec.out_spec, dots.x.dtype)
         terms.append(dot * of_rank(dot.ndim, scales[0]))
     if dots.kernel is not None:
         values, scales = saved_x(spec, saved)
-        dot = _wide(spec, values, dots.kernel, _last(values, 0), spec.out_spec, dots.kernel.dtype)
+        dot = wide_product(values, dots.kernel, _last(values, 0), spec, spec.out_spec, dots.kernel.dtype)
         terms.append(dot * scales)
     return _total(spec, terms, dots.bias)
 
@@ -179,10 +176,10 @@ def wide_linear(spec: Float8Linear, saved: Saved, dots: Variables[jax.Array]) ->
         return of_batch(spec, wide_linear, saved, dots)
     terms = []
     if dots.x is not None:
-        terms.append(_wide(spec, dots.x, _moving_kernel(spec, saved), _last(dots.x, 0), spec.out_spec))
+        terms.append(wide_product(dots.x, _moving_kernel(spec, saved), _last(dots.x, 0), spec, spec.out_spec))
     if dots.kernel is not None:
         x = _moving(saved.x, saved_x(spec, saved))
-        terms.append(_wide(spec, x, dots.kernel, _last(x, 0), spec.out_spec))
+        terms.append(wide_product(x, dots.kernel, _last(x, 0), spec, spec.out_spec))
     return _total(spec, terms, dots.bias)
 
 
@@ -193,10 +190,10 @@ def wide_backward(spec: Float8Linear, dy: jax.Array, saved: Saved, wanted: Varia
     rows = tuple(range(dy.ndim - 1))
     gradients = {}
     if wanted.x is not None:
-        gradients["x"] = _wide(spec, dy, _moving_kernel(spec, saved), _last(dy, 1), wanted.x.spec)
+        gradients["x"] = wide_product(dy, _moving_kernel(spec, saved), _last(dy, 1), spec, wanted.x.spec)
     if wanted.kernel is not None:
         x = _moving(saved.x, saved_x(spec, saved))
-        gradients["kernel"] = _wide(spec, x, dy, (rows, rows), wanted.kernel.spec)
+        gradients["kernel"] = wide_product(x, dy, (rows, rows), spec, wanted.kernel.spec)
     if wanted.bias is not None:
         gradients["bias"] = dy.astype(np.float32).sum(rows)
     return Variables(**{name: array.astype(getattr(wanted, name).dtype) for name, array in gradients.items()})
@@ -207,18 +204,7 @@ def wide_of_kernel(spec: Float8Linear, dy: jax.Array, x: Rounded, saved: Saved, 
     rows = tuple(range(dy.ndim - 1))
     dtype = dy.dtype if saved.x is None else jnp.promote_types(saved.x.dtype, dy.dtype)
     wide = x.values.astype(np.float32) * x.scales
-    return _wide(spec, wide, dy, (rows, rows), wanted.spec, dtype).astype(wanted.dtype)
-
-
-def _wide(
-    spec: Float8Linear,
-    a: jax.Array,
-    b: jax.Array,
-    contracted: Contracted,
-    out_spec: PartitionSpec | None,
-    dtype: DTypeLike = np.float32,
-) -> jax.Array:
-    return wide_product(a.astype(dtype), b.astype(dtype), contracted, spec, out_spec)
+    return wide_product(wide, dy, (rows, rows), spec, wanted.spec, dtype).astype(wanted.dtype)
 
 
 def _moving_kernel(spec: Float8Linear, saved: Saved) -> jax.Array:

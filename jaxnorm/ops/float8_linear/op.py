@@ -10,7 +10,7 @@ and `backward` are those of their wide formulas.
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -78,8 +78,7 @@ class _Forward(Convention):
         if not all_none(variables[:2]):
             x, kernel = _named(operands.rounded_x), _named(operands.rounded_kernel)
             operands = operands._replace(rounded_x=x, rounded_kernel=kernel)
-        (y,) = results
-        return [_tangent(spec, y, operands._replace(bias=None), variables)]
+        return [_tangent(spec, results[0], operands._replace(bias=None), variables)]
 
     def described(self, *types: ShapedArray, tree: PyTreeDef, spec: Float8Linear) -> Described:
         _, saved = jax.tree.unflatten(tree, types)
@@ -168,7 +167,7 @@ def backward(spec: Float8Linear, dy: jax.Array, saved: Saved, wanted: Variables[
         if v is None:
             gradients["kernel"] = formula.wide_of_kernel(spec, dy, x, saved, wanted.kernel)
         else:
-            asked = spec.of_product("dw", *wanted.kernel, summed=dy.ndim - 1)
+            asked = spec.of_product("dw", *wanted.kernel, rows=dy.ndim - 1)
             gradients["kernel"] = PRODUCT_OF_GRADIENT.bind(asked, _factors(x.values, _single(x), *v))
     if wanted.bias is not None:
         gradients["bias"] = dy.astype(np.float32).sum(tuple(range(dy.ndim - 1))).astype(wanted.bias.dtype)
@@ -207,9 +206,7 @@ class Read(NamedTuple):
 
 
 class _Backward(Convention):
-    def tangents(
-        self, spec: Float8Linear, results: Leaves, operands: Read, dots: Read, wanted: Variables[Wanted]
-    ) -> Leaves:
+    def tangents(self, spec: Float8Linear, _: Leaves, operands: Read, dots: Read, wanted: Variables[Wanted]) -> Leaves:
         def wide(*leaves: jax.Array) -> list[jax.Array]:
             dy, saved = jax.tree.unflatten(tree, leaves)
             return jax.tree.leaves(formula.wide_backward(spec, dy, saved, wanted))
@@ -237,7 +234,7 @@ class _Backward(Convention):
             calls.append(Formula("the recipe has the kernel's gradient by a wide product"))
         elif wanted.kernel is not None:
             batch, rows = rows[: spec.batch], rows[spec.batch :]
-            asked = spec.of_product("dw", wanted.kernel.dtype, summed=len(rows))
+            asked = spec.of_product("dw", wanted.kernel.dtype, rows=len(rows))
             calls.append(_call(asked, x.shape, (*batch, columns, *rows)))
         return Described(NAME, Factors(dy, x, kernel), "backward", Products(tuple(calls), spec.native_in("backward")))
 
@@ -258,20 +255,17 @@ class Products(Call):
     native_for: str | None = None
     platforms = ("cuda",)
 
-    def _first(self, reasons: Iterable[str | None]) -> str | None:
-        return next(filter(None, reasons), None)
-
     def nowhere(self) -> str | None:
-        return self._first(call.nowhere() for call in self.calls)
+        return next(filter(None, (call.nowhere() for call in self.calls)), None)
 
     def unfit(self, program: Program) -> str | None:
-        return self._first(call.unfit(program) for call in self.calls)
+        return next(filter(None, (call.unfit(program) for call in self.calls)), None)
 
     def unserved(self, platform: str) -> str | None:
-        return self._first(call.unserved(platform) for call in self.calls)
+        return next(filter(None, (call.unserved(platform) for call in self.calls)), None)
 
     def left_out(self, platform: str) -> str | None:
-        return self._first(call.left_out(platform) for call in self.calls)
+        return next(filter(None, (call.left_out(platform) for call in self.calls)), None)
 
 
 PRODUCT, PRODUCT_OF_GRADIENT = (Product(primitive_name(NAME, way)) for way in ("forward", "backward"))
@@ -286,9 +280,7 @@ def call_of(spec: Float8Linear, operands: Operands[ShapedArray]) -> Call:
     return _call(spec.of_product("y", spec.out_dtype), operands.x.shape, weights, operands.bias)
 
 
-def _call(
-    asked: QuantizedDot, x: Sequence[int], weights: Sequence[int], bias: ShapedArray | None = None
-) -> ProductCall:
+def _call(asked: QuantizedDot, x: Sequence[int], weights: Sequence[int], bias: ShapedArray | None = None) -> Call:
     of_x, of_weights = (ShapedArray(shape, FLOAT8) for shape in (x, weights))
     return ProductCall(asked, Matrices(of_x, of_weights, ShapedArray((1, 1), np.float32), None, bias))
 

@@ -127,7 +127,7 @@ def _product(spec: QuantizedDot, operands: Arrays) -> jax.Array:
         weights = weights.astype(x.dtype)
     contracted = _contracted_axes(spec, x, weights)
     if spec.wants_all_digits:
-        return wide_product(x.astype(np.float32), weights.astype(np.float32), contracted, spec, spec.out_spec)
+        return wide_product(x, weights, contracted, spec, spec.out_spec)
     # What XLA reads of the precision for products of float8 on GPUs.
     precision = None if spec.fast_accumulation is not False else lax.Precision.HIGHEST
     out_sharding = _sharding_of(x, spec.out_spec)
@@ -145,10 +145,16 @@ def _contracted_axes(spec: QuantizedDot, x: jax.Array, weights: jax.Array) -> Co
 
 
 def wide_product(
-    x: jax.Array, weights: jax.Array, contracted: Contracted, spec: ProductSpec, out_spec: PartitionSpec | None
+    x: jax.Array,
+    weights: jax.Array,
+    contracted: Contracted,
+    spec: ProductSpec,
+    out_spec: PartitionSpec | None,
+    dtype: DTypeLike = np.float32,
 ) -> jax.Array:
-    """The product of wide arrays, summed up in float32, with all digits where the spec wants them."""
+    """The product of arrays in a wide dtype, summed up in float32, with all digits where the spec wants them."""
     precision, out_sharding = lax.Precision.HIGHEST if spec.wants_all_digits else None, _sharding_of(x, out_spec)
+    x, weights = x.astype(dtype), weights.astype(dtype)
     return products.wide_dot(x, weights, contracted, np.float32, precision=precision, out_sharding=out_sharding)
 
 
