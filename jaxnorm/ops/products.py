@@ -6,9 +6,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
+
+Contracted = tuple[tuple[int, ...], tuple[int, ...]]  # the axes of both arrays that are summed
+ALL_DIGITS = ("highest", "float32", lax.Precision.HIGHEST)
 
 
-def wide_dot(a: jax.Array, b: jax.Array, contracted: Any, dtype: Any, **options: Any) -> jax.Array:
+def wants_all_digits(precision: lax.PrecisionLike = None) -> bool:
+    """Whether a product is to have all digits of float32, by its own precision or by JAX's default."""
+    config: Any = jax.config
+    given = precision if isinstance(precision, tuple) else (precision,)
+    return any((config.jax_default_matmul_precision if one is None else one) in ALL_DIGITS for one in given)
+
+
+def wide_dot(a: jax.Array, b: jax.Array, contracted: Contracted, dtype: DTypeLike, **options: Any) -> jax.Array:
     """The sums of products along the contracted axes of both, in this dtype; options are of `lax.dot_general`."""
 
     def dot(a: jax.Array, b: jax.Array) -> jax.Array:

@@ -6,23 +6,40 @@ is a primitive: JAX drops the rule of a `custom_jvp` where it linearises the bod
 """
 
 import dataclasses
-from abc import abstractmethod
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import ShapedArray
 from jax.interpreters import ad
 from jax.sharding import PartitionSpec
+from jax.tree_util import PyTreeDef
 
-from jaxnorm.primitive.op import Record
-from jaxnorm.primitive.rules import Rules, all_none, at_front, batch_size, bind, examples_first, no_tangent
+from jaxnorm.primitive import rules
+from jaxnorm.primitive.op import Record, Spec
+from jaxnorm.primitive.rules import Axes, Batched, Derived, Dots, Leaves, Rules, all_none, at_front, no_tangent
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProductSpec(Spec):
+    """What is static about a product, or an op that is made of some."""
+
+    out_dtype: np.dtype
+    scaling: str = "row"  # what has a scale: a row of x and an output, or a whole tensor
+    out_spec: PartitionSpec | None = None  # of y over an Explicit mesh, where both matrices do not say it
+    wants_all_digits: bool = False  # of a sum, by `jax.default_matmul_precision`
+    batch: int = 0  # how many leading axes every operand has that vmap made, 1 long where it has no batch
+
+
+P = TypeVar("P", bound=ProductSpec)
 
 
 class Still(Rules):
     """A primitive whose results do not move."""
 
-    def jvp(self, primals: Any, dots: Any, **params: Any) -> tuple[Any, Any]:
+    def jvp(self, primals: Leaves, dots: Dots, **params: Hashable) -> Derived:
         results = self.primitive.bind(*primals, **params)
         return results, list(map(no_tangent, results))
 
@@ -36,24 +53,22 @@ class Convention(Rules):
 
     is_checked = False
     rows: tuple[str, ...] = ()
+    # Those of the results, of which None is zero, by the spec, results, operands, tangents of operands and parameters.
+    tangents: Callable[..., Sequence[jax.Array | None]]
 
-    def __call__(self, spec: Any, results: Sequence[jax.Array], operands: Record, **params: Any) -> list[jax.Array]:
+    def __call__(self, spec: ProductSpec, results: Leaves, operands: Record, **params: Hashable) -> list[jax.Array]:
         """The results."""
-        return bind(self.primitive, (tuple(results), operands), spec=spec, **params)
+        return rules.bind(self.primitive, (tuple(results), operands), spec=spec, **params)
 
-    @abstractmethod
-    def tangents(self, spec: Any, results: Any, operands: Any, dots: Any, **params: Any) -> list[Any]:
-        """Those of the results, of which None is zero; dots are those of the operands."""
-
-    def abstract(self, *leaves: Any, tree: Any, **params: Any) -> list[Any]:
+    def abstract(self, *leaves: ShapedArray, tree: PyTreeDef, **params: Hashable) -> list[ShapedArray]:
         results, _ = jax.tree.unflatten(tree, leaves)
         return [result.update(weak_type=False) for result in results]
 
-    def formula(self, *leaves: Any, tree: Any, **params: Any) -> list[jax.Array]:
+    def formula(self, *leaves: jax.Array, tree: PyTreeDef, **params: Hashable) -> list[jax.Array]:
         results, _ = jax.tree.unflatten(tree, leaves)
         return list(results)
 
-    def jvp(self, primals: Any, dots: Any, *, tree: Any, spec: Any, **params: Any) -> tuple[Any, Any]:
+    def jvp(self, primals: Leaves, dots: Dots, *, tree: PyTreeDef, spec: ProductSpec, **params: Hashable) -> Derived:
         _, operands = jax.tree.unflatten(tree, primals)
         _, moving = jax.tree.unflatten(tree, [None if type(dot) is ad.Zero else dot for dot in dots])
         results = self.primitive.bind(*primals, tree=tree, spec=spec, **params)
@@ -62,10 +77,10 @@ class Convention(Rules):
         tangents = self.tangents(spec, results, operands, moving, **params)
         return results, [no_tangent(of) if dot is None else dot for of, dot in zip(results, tangents, strict=True)]
 
-    def batch(self, leaves: Any, axes: Any, *, tree: Any, spec: Any, **params: Any) -> tuple[Any, Any]:
-        size = batch_size(leaves, axes)
+    def batch(self, leaves: Leaves, axes: Axes, *, tree: PyTreeDef, spec: ProductSpec, **params: Hashable) -> Batched:
+        size = rules.batch_size(leaves, axes)
         (_, operands), (_, batch) = jax.tree.unflatten(tree, leaves), jax.tree.unflatten(tree, axes)
-        results, front = jax.tree.unflatten(tree, examples_first(leaves, axes))
+        results, front = jax.tree.unflatten(tree, rules.examples_first(leaves, axes))
         results = tuple(jnp.broadcast_to(result, (size, *result.shape[1:])) for result in results)
         others = [axis for name, axis in batch._asdict().items() if name not in self.rows]
         if self.rows and not spec.batch and spec.scaling == "row" and all_none(jax.tree.leaves(others)):
@@ -76,12 +91,10 @@ class Convention(Rules):
         return at_front(self(with_examples(spec), results, front, **params))
 
 
-def with_rows(spec: Any) -> Any:
+def with_rows(spec: P) -> P:
     """The spec of rows with one axis more, in front."""
-    if spec.out_spec is None:
-        return spec
-    return dataclasses.replace(spec, out_spec=PartitionSpec(None, *spec.out_spec))
+    return spec if spec.out_spec is None else dataclasses.replace(spec, out_spec=PartitionSpec(None, *spec.out_spec))
 
 
-def with_examples(spec: Any) -> Any:
+def with_examples(spec: P) -> P:
     return dataclasses.replace(spec, batch=spec.batch + 1)

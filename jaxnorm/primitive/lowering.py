@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
@@ -15,6 +16,17 @@ from jaxnorm.primitive.op import Spec
 from jaxnorm.sharding import partition
 
 Formula = Callable[..., list[Any]]
+Value = Any  # in the program that is lowered: an `ir.Value`, which takes a parameter for type checkers alone
+Values = Sequence[Value]
+
+
+class Context(Protocol):
+    """What JAX tells a lowering rule of a call, whose operands and results are arrays."""
+
+    avals_in: Sequence[ShapedArray]
+    avals_out: Sequence[ShapedArray]
+
+    def replace(self, **avals: Sequence[ShapedArray]) -> "Context": ...
 
 
 class NativeRule(Protocol):
@@ -100,7 +112,7 @@ def zeros(ctx: Any, aval: Any) -> Any:
     return value
 
 
-def replaced(function: Callable[..., list[Any]], ctx: Any, values: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
+def replaced(function: Formula, ctx: Context, values: Values) -> tuple[Context, tuple[Value, ...]]:
     """What jax.numpy makes of a call's operands, in their place in the program that is lowered."""
     avals = jax.make_jaxpr(function)(*ctx.avals_in).out_avals
     return ctx.replace(avals_in=avals), tuple(mlir.lower_fun(function)(ctx.replace(avals_out=avals), *values))

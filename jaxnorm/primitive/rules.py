@@ -1,24 +1,35 @@
 """What the primitives of all ops have in common."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import Primitive
+from jax.core import ShapedArray
+from jax.extend.core import JaxprEqn, Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
+from jax.tree_util import PyTreeDef
 
 from jaxnorm.native import compat, private
 from jaxnorm.primitive import lowering, registry, weights
 from jaxnorm.primitive.decide import Call
-from jaxnorm.primitive.op import STATISTIC, AnyOp, Record, Role, RowSpec, public_name
+from jaxnorm.primitive.op import STATISTIC, AnyOp, Record, Role, RowSpec, Spec, public_name
 from jaxnorm.primitive.reasons import RowCall
 from jaxnorm.primitive.registry import Described
 from jaxnorm.sharding import partition
-from jaxnorm.sharding.dims import DimMap
+from jaxnorm.sharding.dims import CallMaps, DimMap
+
+# What rules get and give: the operands of a primitive, absent ones left out, their types, the axes of their examples,
+# and their tangents; the results with theirs, or of examples with the axes of these.
+Leaves = Sequence[jax.Array]
+Types = Sequence[ShapedArray]
+Axes = Sequence[int | None]
+Dots = Sequence[jax.Array | ad.Zero]
+Derived = tuple[Leaves, Dots]
+Batched = tuple[Leaves, Sequence[int]]
 
 # What a derivative may want again: the results, the sum with an addend, the row statistics.
 NAMES = ("jaxnorm_result", "jaxnorm_sum", "jaxnorm_statistics")
@@ -44,12 +55,12 @@ def _named(value: jax.Array, name: str) -> jax.Array:
     return whole
 
 
-def is_named(primitive: Primitive, params: dict[str, Any]) -> bool:
+def is_named(primitive: Primitive, params: dict[str, Hashable]) -> bool:
     """Whether an equation gives one of NAMES to a value."""
     return primitive.name == "name" and params["name"] in NAMES
 
 
-def bind(primitive: Primitive, operands: Any, **params: Any) -> list[jax.Array]:
+def bind(primitive: Primitive, operands: Record, **params: Hashable) -> list[jax.Array]:
     """The results of a primitive whose operands are the leaves of a tuple, in which an absent one is None."""
     leaves, tree = jax.tree.flatten(operands)
     values: list[jax.Array] = primitive.bind(*compat.match_varying_axes(*leaves), tree=tree, **params)
@@ -60,17 +71,17 @@ def all_none(values: Iterable[object]) -> bool:
     return all(value is None for value in values)
 
 
-def fold(operands: Any, dims: Any) -> Any:
+def fold(operands: Record, dims: Record) -> Record:
     """The operands with the batch as their leading axis, repeated over it where an operand has none."""
     return jax.vmap(lambda *values: values, in_axes=dims)(*operands)
 
 
-def at_front(results: Any) -> tuple[list[jax.Array], list[int]]:
+def at_front(results: Record) -> Batched:
     leaves = jax.tree.leaves(results)
     return leaves, [0] * len(leaves)
 
 
-def examples_first(leaves: Sequence[Any], axes: Sequence[int | None]) -> list[jax.Array]:
+def examples_first(leaves: Leaves, axes: Axes) -> list[jax.Array]:
     """The operands of a batching rule with their examples' axis in front, 1 long where they have none."""
     return [
         jnp.expand_dims(leaf, 0) if axis is None else jnp.moveaxis(leaf, axis, 0)
@@ -78,25 +89,29 @@ def examples_first(leaves: Sequence[Any], axes: Sequence[int | None]) -> list[ja
     ]
 
 
-def batch_size(leaves: Sequence[Any], axes: Sequence[int | None]) -> Any:
+def batch_size(leaves: Leaves, axes: Axes) -> int:
     """How many examples the operands of a batching rule have."""
     return next(leaf.shape[axis] for leaf, axis in zip(leaves, axes, strict=True) if axis is not None)
 
 
-def no_tangent(result: Any) -> ad.Zero:
+def no_tangent(result: jax.Array) -> ad.Zero:
     """The tangent of what does not move."""
     return ad.Zero(jax.typeof(result).to_tangent_aval())
 
 
-def tangents_jnp(formula: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+def tangents_jnp(
+    formula: Callable[..., Leaves], primals: Leaves, tangents: Sequence[jax.Array | ad.Zero | None]
+) -> Leaves:
     """The tangents of formula's results; zero tangents stay symbolic, as None or a Zero."""
     moving = [i for i, tangent in enumerate(tangents) if tangent is not None and type(tangent) is not ad.Zero]
 
-    def of_moving(*values: Any) -> Any:
+    def of_moving(*values: jax.Array) -> Leaves:
         operands = dict(enumerate(primals)) | dict(zip(moving, values, strict=True))
         return formula(*operands.values())
 
-    return jax.jvp(of_moving, [primals[i] for i in moving], [tangents[i] for i in moving])[1]
+    dots: Leaves
+    _, dots = jax.jvp(of_moving, [primals[i] for i in moving], [tangents[i] for i in moving])
+    return dots
 
 
 def leaves_of(arrays: Record) -> Iterator[tuple[str, Any]]:
@@ -129,20 +144,22 @@ class Rules:
     """
 
     is_checked = True  # by `jax.experimental.checkify`, for NaN in its results
-    jvp: Any = None
-    transpose: Any = None
-    jet: Any = None
-    call: Any = None
-    native: Any = None
-    of_shard: Any = None
-    dim_maps: Any = None
+    formula: lowering.Formula  # the results in jax.numpy
+    jvp: Callable[..., Derived] | None = None
+    transpose: Callable[..., Sequence[jax.Array | None]] | None = None
+    jet: Callable[..., object] | None = None
+    call: Callable[..., Call] | None = None
+    native: lowering.NativeRule | None = None
+    of_shard: lowering.Formula | None = None
+    dim_maps: Callable[..., CallMaps] | None = None
     is_product = False  # whether none of its arrays has all axes
-    on_device: Any = staticmethod(lambda spec, _: spec)
-    described: Any = None
+    on_device: Callable[..., Spec] = staticmethod(lambda spec, _: spec)
+    described: Callable[..., Described] | None = None
 
     def __init__(self, name: str) -> None:
         self.primitive = Primitive(name)
         self.primitive.multiple_results = True
+        self.traced = jax.jit(lambda params, *leaves: self.formula(*leaves, **dict(params)), static_argnums=0)
         self.primitive.def_abstract_eval(self.abstract)
         compat.run_eagerly(self.primitive)
         batching.primitive_batchers[self.primitive] = self.batch
@@ -171,15 +188,11 @@ class Rules:
         else:
             lowering.register(self.primitive, self.formula, self.native, self.call, self.of_shard)
 
-    @abstractmethod
-    def formula(self, *leaves: Any, **params: Any) -> list[jax.Array]:
-        """The results in jax.numpy."""
+    def abstract(self, *leaves: Any, **params: Any) -> list[ShapedArray]:
+        """The types of the results, by default the formula's: jit keeps them, where JAX asks again for each tangent."""
+        return list(self.traced.trace(tuple(params.items()), *leaves).jaxpr.out_avals)
 
-    def abstract(self, *leaves: Any, **params: Any) -> list[Any]:
-        """The types of the results, by default the formula's."""
-        return list(jax.make_jaxpr(lambda *values: self.formula(*values, **params))(*leaves).out_avals)
-
-    def batch(self, *leaves_and_axes: Any, **params: Any) -> Any:
+    def batch(self, *leaves_and_axes: Any, **params: Any) -> Batched:
         """By default the formula of each example."""
         leaves, axes = leaves_and_axes
         return at_front(jax.vmap(lambda *values: self.formula(*values, **params), in_axes=tuple(axes))(*leaves))
@@ -191,7 +204,7 @@ class Inner(Rules):
 
     platforms: tuple[str, ...] = ("cuda",)
 
-    def call(self, *_: Any, **params: Any) -> Call:
+    def call(self, *_: ShapedArray, **params: Hashable) -> Call:
         return lowering.Inner(self.platforms, is_partitionable=self.dim_maps is not None)
 
 
@@ -202,6 +215,10 @@ class RowRules(Rules):
     parameter `tree`. Operands keep x's rank, so that a result's sharding and varying mesh axes follow from x's type.
     All weights of one primitive, tangents included, have the same batch dims, see `jaxnorm.primitive.weights`.
     """
+
+    jvp: Callable[..., Derived]
+    transpose: Callable[..., Sequence[jax.Array | None]]
+    dim_maps: Callable[..., CallMaps]
 
     def __init__(self, op: AnyOp, direction: str) -> None:
         self.op = op
@@ -218,7 +235,7 @@ class RowRules(Rules):
             ad.primitive_transposes[self.primitive] = self.transpose
 
     @property
-    def in_place(self) -> Any:
+    def in_place(self) -> Callable[..., list[ShapedArray]] | None:
         """The abstract evaluation, where the native rule asks where an operand comes from."""
         return None
 
@@ -239,27 +256,27 @@ class RowRules(Rules):
         name = public_name(self.op, spec, cotangents if self.direction == "backward" else operands)
         return Described(name, operands, self.direction, self.call(*types, **params))
 
-    def by_formula(self, platform: str, ctx: Any, *leaves: Any, **params: Any) -> Any:
+    def by_formula(self, platform: str, ctx: lowering.Context, *leaves: lowering.Value, **params: Hashable) -> Any:
         """The native rule of an op whose formula calls other ops' kernels."""
         return mlir.lower_fun(self.formula)(ctx, *leaves, **params)
 
-    def jvp_of_formula(self, primals: Any, dots: Any, **params: Any) -> Any:
-        def formula(*leaves: Any) -> list[jax.Array]:
+    def jvp_of_formula(self, primals: Leaves, dots: Dots, **params: Hashable) -> tuple[Leaves, Leaves]:
+        def formula(*leaves: jax.Array) -> list[jax.Array]:
             return self.formula(*leaves, **params)
 
         return self.primitive.bind(*primals, **params), tangents_jnp(formula, primals, dots)
 
-    def jet(self, primals: Any, series: Any, **params: Any) -> Any:
+    def jet(self, primals: Leaves, series: Sequence[Leaves], **params: Hashable) -> Any:
         """The rule of `jax.experimental.jet`: higher derivatives are the formula's."""
         return private.jet_of_formula(lambda *leaves: self.formula(*leaves, **params), primals, series)
 
-    def named_operands(self, tree: Any, leaves: Sequence[Any]) -> Record:
+    def named_operands(self, tree: PyTreeDef, leaves: Types | Leaves) -> Record:
         """The operands among these values, or what a derivative reads in their place."""
         records = self._operands(tree, leaves)
         return records if self.direction == "forward" else records[self.direction == "backward"]
 
     @abstractmethod
-    def _operands(self, tree: Any, values: Any) -> Any:
+    def _operands(self, tree: PyTreeDef, values: Types | Leaves) -> Record:
         """What the leaves of the operands are."""
 
     def role(self, name: str) -> Role:
@@ -269,7 +286,7 @@ class RowRules(Rules):
         """Those of all arrays of a NamedTuple of types, for an x of this rank."""
         return [self.role(name).dim_map(spec, ndim, array.shape) for name, array in leaves_of(arrays)]
 
-    def aligned(self, spec: RowSpec, names: Sequence[str], x: Any, given: Sequence[Any]) -> list[Any]:
+    def aligned(self, spec: RowSpec, names: Sequence[str], x: ShapedArray, given: Sequence[Any]) -> list[Any]:
         """Weights, for an x of this type, as primitives have them: of the same batch dims, a factor with its own."""
         whole = list(given)
         for of_factor in (False, True):
@@ -290,14 +307,14 @@ class RowRules(Rules):
         return [array for name, array in leaves_of(arrays) if self.is_weight(name)]
 
 
-def drop_unread(primitive: Primitive, without_unread: Callable[..., Any]) -> None:
+def drop_unread(primitive: Primitive, without_unread: Callable[..., tuple[dict[str, Any], Sequence[bool]]]) -> None:
     """Let calls of primitive leave out results: jit asks before it lowers a program.
 
     Of which results are read, the types of the operands and the parameters, without_unread gives the parameters of the
     call that takes its place, and which of the results that gives. The rule has one argument more since JAX 0.12.
     """
 
-    def rule(is_read: list[bool], *more: Any) -> tuple[list[bool], Any]:
+    def rule(is_read: list[bool], *more: Any) -> tuple[list[bool], JaxprEqn | None]:
         *_, equation = more
         if not any(is_read):
             return [False] * len(equation.invars), None

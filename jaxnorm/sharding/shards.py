@@ -54,7 +54,7 @@ class Shards:
         greatest: jax.Array = lax.pmax(lax.stop_gradient(shard), self.names, axis_index_groups=self.groups)
         return greatest
 
-    def sum(self, shard: jax.Array) -> jax.Array:
+    def sum(self, shard: jax.Array | int) -> jax.Array:
         total: jax.Array = lax.psum(shard, self.names, axis_index_groups=self.groups)
         return total
 

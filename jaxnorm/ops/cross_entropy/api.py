@@ -36,21 +36,24 @@ from jaxnorm.sharding.shards import Shards
 
 
 class LossOptions(NamedTuple):
-    """What a loss is made of, as a caller gave it or `checked`."""
+    """What a loss is made of."""
 
-    label_smoothing: Any
-    z_loss: Any
-    logit_scale: Any
-    soft_cap: Any
-    ignore_index: Any
+    label_smoothing: float
+    z_loss: float
+    logit_scale: float | jax.Array
+    soft_cap: float  # 0: there is none
+    ignore_index: int | None
 
-    def checked(self, function: str) -> "LossOptions":
-        return LossOptions(
-            check_share(function, "label_smoothing", self.label_smoothing),
-            checks.check_not_negative(function, "z_loss", self.z_loss, "0 is without it"),
-            check_logit_scale(function, self.logit_scale),
-            check_soft_cap(function, self.soft_cap),
-            check_ignore_index(function, self.ignore_index),
+    @classmethod
+    def of(
+        cls, function: str, label_smoothing: object, z_loss: object, scale: object, soft_cap: object, ignored: object
+    ) -> "LossOptions":
+        return cls(
+            check_share(function, "label_smoothing", label_smoothing),
+            checks.check_not_negative(function, "z_loss", z_loss, "0 is without it"),
+            check_logit_scale(function, scale),
+            check_soft_cap(function, soft_cap),
+            check_ignore_index(function, ignored),
         )
 
 
@@ -94,18 +97,11 @@ def softmax_cross_entropy_with_integer_labels(
 
     Source: https://optax.readthedocs.io/en/latest/api/losses.html; z_loss: PaLM, https://arxiv.org/abs/2204.02311.
     """
-    options = LossOptions(label_smoothing, z_loss, logit_scale, soft_cap, ignore_index)
-    return _cross_entropy(logits, labels, axis, where, options, axis_name, implementation)
-
-
-def _cross_entropy(
-    logits: Any, labels: Any, axis: Any, where: Any, options: LossOptions, axis_name: Any, implementation: Any
-) -> jax.Array:
     name = "softmax_cross_entropy_with_integer_labels"
     choice = checks.check_implementation(name, implementation)
     checks.check_order(name, "labels", labels, logits=logits)
     logits = checks.check_x(name, logits, "logits")
-    options = options.checked(name)
+    options = LossOptions.of(name, label_smoothing, z_loss, logit_scale, soft_cap, ignore_index)
     axes = check_axes(name, axis, logits)
     labels = check_labels(name, labels, logits, axes, options.ignore_index)
     where = check_where(name, where, logits, axes)
@@ -146,30 +142,29 @@ def _losses_of(
         else:  # of a device's part of rows
             where, _ = broadcast.alike(logits, where, jnp.arange(cols).reshape(-1, *(1,) * (-1 - axis)))
     scale = options.logit_scale
-    is_traced = isinstance(scale, jax.Array)
     spec = CrossEntropy(
         axes=(axis,),
-        scale=1.0 if is_traced else scale,
+        scale=1.0 if isinstance(scale, jax.Array) else scale,
         soft_cap=options.soft_cap,
         with_total=options.label_smoothing > 0,
         with_top=True,
         is_part=shards is not None,
-        is_widened=is_traced and logits.dtype != wide,
+        is_widened=isinstance(scale, jax.Array) and logits.dtype != wide,
         compute_dtype=wide,
         out_dtype=wide,
         **choice.asks(function),
     )
     operands = Operands(logits, here, where)
-    operands = times(spec, operands, scale, shards) if is_traced else operands
+    operands = times(spec, operands, scale, shards) if isinstance(scale, jax.Array) else operands
     results = CROSS_ENTROPY(spec, operands, choice.implementation)
-    counts: Any = classes
+    counts: int | jax.Array = classes
     if where is not None and spec.with_total:
         counts = count_of(spec, operands)
         counts = jnp.maximum(1, counts if shards is None else shards.sum(counts))
     if shards is not None:
         results = exchanged(spec, shards, operands, results)
-    top: Any = results.top
-    left_out = _either(ignored, None if where is None else top == -jnp.inf)
+    assert results.top is not None
+    left_out = _either(ignored, None if where is None else jnp.equal(results.top, -jnp.inf))
     losses = loss(spec, without(left_out, results), counts, options.label_smoothing, options.z_loss)
     return losses + nan_where(wrong if left_out is None else wrong & ~left_out, 0).astype(losses.dtype)
 
@@ -253,62 +248,39 @@ def linear_cross_entropy(
 
     Source: Cut Cross-Entropy, https://arxiv.org/abs/2411.09009; Liger Kernel, https://arxiv.org/abs/2410.10989.
     """
-    options = LossOptions(label_smoothing, z_loss, logit_scale, soft_cap, ignore_index)
-    chosen = _Chosen(reduction, rows_per_chunk, return_logsumexp, implementation)
-    return _linear_cross_entropy(x, kernel, labels, bias, where, row_weights, options, chosen)
-
-
-class _Chosen(NamedTuple):
-    """What is not about the logits, as a caller gave it."""
-
-    reduction: Any
-    rows_per_chunk: Any
-    return_logsumexp: Any
-    implementation: Any
-
-
-def _linear_cross_entropy(
-    x: Any, kernel: Any, labels: Any, bias: Any, where: Any, weights: Any, options: LossOptions, chosen: _Chosen
-) -> jax.Array | tuple[jax.Array, jax.Array]:
-    name, reduction = "linear_cross_entropy", chosen.reduction
-    with_log = checks.check_flag(name, "return_logsumexp", chosen.return_logsumexp)
-    choice = checks.check_implementation(name, chosen.implementation)
+    name = "linear_cross_entropy"
+    with_log = checks.check_flag(name, "return_logsumexp", return_logsumexp)
+    choice = checks.check_implementation(name, implementation)
     checks.check_order(name, "labels", labels, x=x, kernel=kernel)
     x = checks.check_x(name, x)
     kernel = check_kernel(name, kernel, x)
-    options = options.checked(name)
+    options = LossOptions.of(name, label_smoothing, z_loss, logit_scale, soft_cap, ignore_index)
     labels = check_labels(name, labels, x, (-1,), options.ignore_index, "x")
     bias = check_bias(name, bias, kernel)
     where = check_where(name, where, jax.ShapeDtypeStruct((*x.shape[:-1], kernel.shape[1]), x.dtype), (-1,))
-    weights = check_row_weights(name, weights, x, kernel)
+    weights = check_row_weights(name, row_weights, x, kernel)
     if reduction not in get_args(Reduction):
         raise ValueError(f"{name}: unknown reduction {reduction!r}; expected 'mean', 'sum' or 'none'.")
     scale = options.logit_scale
-    is_static = not isinstance(scale, jax.Array)
     spec = linear.LinearCrossEntropy(
-        scale=scale if is_static else 1.0,
+        scale=1.0 if isinstance(scale, jax.Array) else scale,
         soft_cap=options.soft_cap,
         label_smoothing=options.label_smoothing,
         z_loss=options.z_loss,
-        rows_per_chunk=_rows_per_chunk(name, chosen.rows_per_chunk, x, kernel),
+        rows_per_chunk=_rows_per_chunk(name, rows_per_chunk, x, kernel),
         implementation=choice.implementation,
         compute_dtype=dims.wide_dtype([x.dtype]),
         out_dtype=x.dtype,
         **choice.asks(name),
     )
-    bias, weights, scale = (
-        a if a is None else a.astype(spec.compute_dtype) for a in (bias, weights, None if is_static else scale)
+    bias, weights, factor = (
+        a.astype(spec.compute_dtype) if isinstance(a, jax.Array) else None for a in (bias, weights, scale)
     )
     rows = _Rows.of(name, spec, x, labels, kernel.shape[1], weights, where)
     if rows.where is not None:
         kernel, bias = linear.only_what_is_read(name, kernel, bias, rows.where, rows.labels)
-    operands = linear.Operands(rows.x, kernel, rows.labels, rows.weights, bias, rows.where, scale)
-    if not with_log and reduction != "none":
-        return _reduced(spec, rows, operands, reduction)
-    of_rows = linear.each(spec, operands)
-    single = (of_rows.losses + _wrong(spec, rows))[..., 0]
-    losses = single if reduction == "none" else _reduced(spec, rows, operands, reduction)
-    return (losses, of_rows.log_sum_exp[..., 0]) if with_log else losses
+    operands = linear.Operands(rows.x, kernel, rows.labels, rows.weights, bias, rows.where, factor)
+    return _results(spec, rows, operands, reduction, with_log=with_log)
 
 
 class _Rows(NamedTuple):
@@ -331,7 +303,7 @@ class _Rows(NamedTuple):
         spec: linear.LinearCrossEntropy,
         x: jax.Array,
         labels: Labels,
-        classes: Any,
+        classes: int,
         weights: jax.Array | None,
         where: jax.Array | None,
     ) -> "_Rows":
@@ -358,7 +330,7 @@ class _Rows(NamedTuple):
         return cls(x, jnp.where(is_out, IGNORED, here), weights, where, is_wrong, total)
 
 
-def _of_classes(x: jax.Array, where: jax.Array, classes: Any) -> jax.Array | None:
+def _of_classes(x: jax.Array, where: jax.Array, classes: int) -> jax.Array | None:
     """A mask of x's rank as `Operands` have it; None of one that says which rows count."""
     if where.shape[-1] != classes:
         return None
@@ -370,6 +342,17 @@ def _of_classes(x: jax.Array, where: jax.Array, classes: Any) -> jax.Array | Non
 def _wrong(spec: linear.LinearCrossEntropy, rows: _Rows) -> jax.Array:
     """What is added to the loss of a row whose label is no class."""
     return nan_where(rows.is_wrong, 0).astype(spec.compute_dtype)
+
+
+def _results(
+    spec: linear.LinearCrossEntropy, rows: _Rows, operands: linear.Operands, reduction: Reduction, *, with_log: bool
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    if not with_log and reduction != "none":
+        return _reduced(spec, rows, operands, reduction)
+    of_rows = linear.each(spec, operands)
+    single = (of_rows.losses + _wrong(spec, rows))[..., 0]
+    losses = single if reduction == "none" else _reduced(spec, rows, operands, reduction)
+    return (losses, of_rows.log_sum_exp[..., 0]) if with_log else losses
 
 
 def _reduced(spec: linear.LinearCrossEntropy, rows: _Rows, operands: linear.Operands, reduction: str) -> jax.Array:

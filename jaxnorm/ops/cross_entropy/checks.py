@@ -22,7 +22,7 @@ class Labels(NamedTuple):
     numbers: jax.Array
     ignored: jax.Array | None
 
-    def among(self, classes: Any) -> tuple[jax.Array, jax.Array]:
+    def among(self, classes: int) -> tuple[jax.Array, jax.Array]:
         """The labels as kernels take them, and which of them are wrong."""
         is_class = (self.numbers >= 0) & (self.numbers < classes)
         here = jnp.where(is_class, self.numbers, -1).astype(jnp.int32)
@@ -46,7 +46,7 @@ def check_labels(
             "jax.numpy.asarray(labels)."
         )
     # Of integers of 64 bits jax.numpy makes others of 32, which may be those of classes.
-    labels: Any = np.asarray(value) if isinstance(value, (np.ndarray, np.generic)) else jnp.asarray(value)
+    labels = np.asarray(value) if isinstance(value, (np.ndarray, np.generic)) else jnp.asarray(value)
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise TypeError(
             f"{function}: labels must be an array of integers, got {labels.dtype}; they are the numbers of classes, "
@@ -69,12 +69,12 @@ def check_labels(
     return Labels(jnp.asarray(labels), ignored)
 
 
-def _range(dtype: Any) -> range:
-    info: Any = np.iinfo(dtype)
+def _range(dtype: np.dtype) -> range:
+    info = np.iinfo(dtype)
     return range(int(info.min), int(info.max) + 1)
 
 
-def _without(logits: jax.Array, axes: tuple[int, ...]) -> tuple[Any, ...]:
+def _without(logits: jax.Array, axes: tuple[int, ...]) -> tuple[int, ...]:
     """logits' shape without these axes."""
     return tuple(n for axis, n in enumerate(logits.shape) if axis - logits.ndim not in axes)
 
@@ -133,7 +133,7 @@ def _index(ndim: int, own: Sequence[int]) -> str:
     return f"where[{', '.join(parts)}]"
 
 
-def in_one_axis(array: jax.Array, axes: tuple[int, ...], logits_shape: tuple[Any, ...]) -> jax.Array:
+def in_one_axis(array: jax.Array, axes: tuple[int, ...], logits_shape: tuple[int, ...]) -> jax.Array:
     """An array of logits' rank with the axes of classes, in this order, as its last one; 1 long if they all are."""
     if any(array.shape[axis] != 1 for axis in axes):
         lengths = [(logits_shape if axis in axes else array.shape)[axis] for axis in range(-array.ndim, 0)]

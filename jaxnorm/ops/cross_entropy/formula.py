@@ -12,10 +12,11 @@ that does not count has that of the column. A row with the label IGNORED has no 
 """
 
 import dataclasses
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxnorm.ops.logits import (
@@ -124,22 +125,22 @@ def without(left_out: jax.Array | None, results: Results) -> Results:
     return results if left_out is None else jax.tree.map(lambda v: jnp.where(left_out, 0, v), results)
 
 
-def log_sum_exp(spec: Any, results: Results) -> jax.Array:
+def log_sum_exp(spec: CrossEntropy, results: Results) -> jax.Array:
     """The logarithm of the sum of the exponentials of all logits, which `results` have beside the largest."""
     assert results.top is not None
     unit: jax.Array | float = spec.logits.unit
     return of_whole_row(results.log_sum, results.top) + unit * lax.stop_gradient(results.top)
 
 
-def loss(spec: Any, results: Results, counts: Any, label_smoothing: float, z_loss: float) -> jax.Array:
-    """The losses of rows, of which so many columns count; `spec` has their logits."""
+def loss(spec: CrossEntropy, results: Results, counts: int | jax.Array, smoothing: float, z_loss: float) -> jax.Array:
+    """The losses of rows, of which so many columns count."""
     log_sum, label_logit, total, top = results
     assert label_logit is not None
     assert top is not None
     log_sum = of_whole_row(log_sum, top)
-    losses = log_sum - (1 - label_smoothing) * label_logit
+    losses = log_sum - (1 - smoothing) * label_logit
     if total is not None:
-        losses = losses - label_smoothing * (total / counts)
+        losses = losses - smoothing * (total / counts)
     return losses + z_loss * jnp.square(log_sum_exp(spec, results)) if z_loss else losses
 
 
@@ -161,7 +162,8 @@ class _Shares(NamedTuple):
         return cls(of, log, scale.slope(x))
 
 
-def linear(spec: CrossEntropy, saved: Saved, dots: Any) -> Results:
+def linear(spec: CrossEntropy, saved: Saved, dots: Variables[jax.Array]) -> Results:
+    assert dots.x is not None
     of, log_share, slope = _Shares.of(spec, saved)
     z_dot = slope * of.wide(spec, dots.x)
     counted_dot = only(of.counts, z_dot)
@@ -174,7 +176,7 @@ def linear(spec: CrossEntropy, saved: Saved, dots: Any) -> Results:
 
 
 def backward(
-    spec: CrossEntropy, cotangents: Results, saved: Saved, wanted: Variables[Any], _: BatchDims
+    spec: CrossEntropy, cotangents: Results, saved: Saved, wanted: Variables[np.dtype], _: BatchDims
 ) -> Variables[jax.Array]:
     """The gradient of the logits. Of a shard of a row it is that of the whole, by the row's log_sum and top."""
     of, log_share, slope = _Shares.of(spec, saved)

@@ -14,8 +14,8 @@ Without a bias or a scale the logits are rounded to x's dtype as the product is 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +38,7 @@ from jaxnorm.sharding import dims
 
 # What a derivative is taken by, and the results that are its gradients.
 GRADIENTS = {"x": "dx", "kernel": "dkernel", "bias": "dbias", "scale": "dscale", "weights": "losses"}
+Pair = tuple[jax.Array, jax.Array]  # a result and its tangent
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,7 +89,7 @@ def wide_product(x: jax.Array, kernel: jax.Array) -> jax.Array:
     return jnp.einsum("...d,dv->...v", x, kernel, preferred_element_type=dims.wide_dtype([x.dtype]))
 
 
-def _wide_product_jvp(primals: Any, dots: Any) -> tuple[jax.Array, jax.Array]:
+def _wide_product_jvp(primals: Sequence[jax.Array], dots: Sequence[jax.Array | SymbolicZero]) -> Pair:
     (x, kernel), (x_dot, kernel_dot) = primals, dots
     wide = wide_product(x, kernel)
     terms = [] if isinstance(x_dot, SymbolicZero) else [product(x_dot, kernel)]
@@ -107,7 +108,7 @@ def _unscaled(x: jax.Array, kernel: jax.Array, bias: jax.Array | None, scale: ja
     return wide if bias is None else wide + broadcast.with_rank_of(wide, bias)
 
 
-def _scaled(logits: jax.Array, scale: jax.Array | None, dtype: np.dtype[Any]) -> jax.Array:
+def _scaled(logits: jax.Array, scale: jax.Array | None, dtype: np.dtype) -> jax.Array:
     return (logits if scale is None else logits * scale).astype(dtype)
 
 
@@ -134,7 +135,7 @@ def _losses(
     operands = formula.Operands(logits, labels, where)
     results = CROSS_ENTROPY(of_logits, operands, spec.implementation)
     left_out: jax.Array | None = None
-    counts: Any = logits.shape[-1]
+    counts: int | jax.Array = logits.shape[-1]
     if where is not None:
         assert results.top is not None
         left_out = jnp.equal(results.top, -jnp.inf)
@@ -248,7 +249,7 @@ def _of_chunks(spec: LinearCrossEntropy, operands: Operands) -> Results:
     if (count := _chunk_count(spec.rows_per_chunk, x)) == 1:
         return _of_chunk(spec, operands)
 
-    def step(sums: Results, chunk: Any) -> tuple[Results, tuple[Any, Any]]:
+    def step(sums: Results, chunk: dict[str, jax.Array]) -> tuple[Results, tuple[jax.Array | None, jax.Array | None]]:
         results = _of_chunk(spec, operands._replace(**chunk))
         added = jax.tree.map(jnp.add, sums, results._replace(dx=None, losses=None))
         return added, (results.dx, results.losses)
@@ -266,7 +267,7 @@ def _of_chunks(spec: LinearCrossEntropy, operands: Operands) -> Results:
     )
 
 
-def _sums(spec: LinearCrossEntropy, operands: Operands) -> dict[str, tuple[Any, ...]]:
+def _sums(spec: LinearCrossEntropy, operands: Operands) -> dict[str, tuple[int, ...]]:
     """The results that are sums over rows, with their shapes."""
     shape = operands.kernel.shape
     gradients = {"dkernel": shape, "dbias": shape[1:], "dscale": ()}
@@ -274,8 +275,7 @@ def _sums(spec: LinearCrossEntropy, operands: Operands) -> dict[str, tuple[Any, 
 
 
 def _types(spec: LinearCrossEntropy, operands: Operands) -> Results:
-    x: Any = operands.x
-    wide = spec.compute_dtype
+    x, wide = operands.x, spec.compute_dtype
     sums = {n: dims.result_like(x, (None,) * len(shape), shape, wide) for n, shape in _sums(spec, operands).items()}
     losses = dims.result_like(x, dims.per_row(x.ndim, spec.axes), operands.labels.shape, wide)
     return Results(
@@ -285,7 +285,7 @@ def _types(spec: LinearCrossEntropy, operands: Operands) -> Results:
     )
 
 
-def _of_where(_: LinearCrossEntropy, ndim: int, shape: Any) -> dims.DimMap:
+def _of_where(_: LinearCrossEntropy, ndim: int, shape: Sequence[int]) -> dims.DimMap:
     return (None,) if len(shape) == 1 else dims.per_row(ndim, (-1,))
 
 
@@ -332,7 +332,7 @@ def each(spec: LinearCrossEntropy, operands: Operands) -> OfRows:
     if (count := _chunk_count(spec.rows_per_chunk, operands.x)) == 1:
         return of_rows(operands)
 
-    def step(_: None, chunk: Any) -> tuple[None, OfRows]:
+    def step(_: None, chunk: dict[str, jax.Array]) -> tuple[None, OfRows]:
         return None, of_rows(operands._replace(**chunk))
 
     split = {name: _in_chunks(count, array) for name, array in operands.of_rows.items()}
@@ -352,7 +352,7 @@ def total(spec: LinearCrossEntropy, operands: Operands) -> jax.Array:
     return LINEAR_CROSS_ENTROPY(spec, operands, spec.implementation).total
 
 
-def _total_jvp(spec: LinearCrossEntropy, primals: Any, dots: Any) -> tuple[jax.Array, jax.Array]:
+def _total_jvp(spec: LinearCrossEntropy, primals: tuple[Operands], dots: tuple[Operands]) -> Pair:
     (operands,), (operands_dot,) = primals, dots
     all_dots = {name: getattr(operands_dot, name) for name in GRADIENTS}
     moving = {name: dot for name, dot in all_dots.items() if dot is not None and not isinstance(dot, SymbolicZero)}
@@ -365,9 +365,9 @@ def _total_jvp(spec: LinearCrossEntropy, primals: Any, dots: Any) -> tuple[jax.A
     return results.total, sum(terms[1:], start=terms[0]) if terms else jnp.zeros_like(results.total)
 
 
-def _dtype_of(spec: LinearCrossEntropy, operands: Operands, name: str) -> np.dtype[Any]:
+def _dtype_of(spec: LinearCrossEntropy, operands: Operands, name: str) -> np.dtype:
     """That in which a gradient is kept, its argument's; but a sum over rows may be too large for float16."""
-    dtype: np.dtype[Any] = getattr(operands, name).dtype
+    dtype: np.dtype = getattr(operands, name).dtype
     return spec.compute_dtype if name == "kernel" and dtype == np.float16 else dtype
 
 
@@ -378,7 +378,7 @@ def _along(spec: LinearCrossEntropy, gradient: jax.Array, dot: jax.Array) -> jax
 total.defjvp(_total_jvp, symbolic_zeros=True)
 
 
-def _are_labels(labels: jax.Array, classes: Any) -> jax.Array:
+def _are_labels(labels: jax.Array, classes: int) -> jax.Array:
     """Which classes are labels; by a scatter, for booleans of all logits would be written out."""
     for axis in range(labels.ndim):
         labels = dims.unsharded(labels, axis)

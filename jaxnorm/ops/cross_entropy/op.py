@@ -1,12 +1,12 @@
 """The op of cross-entropy with integer labels."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import ShapedArray
 
 from jaxnorm.ops import speed
 from jaxnorm.ops.cross_entropy import formula
@@ -81,7 +81,7 @@ def _without_top(spec: CrossEntropy, shards: Shards, operands: Operands, results
 
 
 def _backward_of_shard(
-    spec: CrossEntropy, cotangents: Results, saved: Saved, wanted: Variables[Any], batch_dims: BatchDims
+    spec: CrossEntropy, cotangents: Results, saved: Saved, wanted: Variables[np.dtype], batch_dims: BatchDims
 ) -> Variables[jax.Array]:
     whole, labels = _of_shard(spec, saved.x, saved.labels)
     gradients: Variables[jax.Array] = CROSS_ENTROPY.gradients(
@@ -117,7 +117,7 @@ def _names_column(spec: CrossEntropy, operands: Operands) -> jax.Array:
     return (operands.labels >= 0) & (operands.labels < operands.x.shape[spec.axes[0]])
 
 
-def count_of(spec: CrossEntropy, operands: Operands) -> Any:
+def count_of(spec: CrossEntropy, operands: Operands) -> int | jax.Array:
     """How many columns of each row count."""
     x, _, where = operands
     (axis,) = spec.axes
@@ -138,7 +138,7 @@ def times(spec: CrossEntropy, operands: Operands, scale: jax.Array, shards: Shar
     return operands._replace(x=x)
 
 
-def _attributes(spec: CrossEntropy, _: Any) -> dict[str, Any]:
+def _attributes(spec: CrossEntropy, _: Operands | Saved) -> dict[str, np.float32]:
     return {"scale": np.float32(spec.scale), "soft_cap": np.float32(spec.soft_cap)}
 
 
@@ -167,8 +167,8 @@ def _requested(request: Request) -> tuple[CrossEntropy, Operands]:
     return spec, Operands(x, request.array((*request.shape[:-1], 1), np.dtype(np.int32)))
 
 
-def _labels(request: Request) -> Any:
-    return request.array(request.shape[:-1], np.dtype(np.int32))
+def _labels(request: Request) -> ShapedArray:
+    return ShapedArray(request.shape[:-1], np.int32)
 
 
 CROSS_ENTROPY = Family(

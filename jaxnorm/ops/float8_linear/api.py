@@ -9,9 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from jaxnorm.native import compat
+from jaxnorm.ops import products
 from jaxnorm.ops.checks import check_array, check_flag, check_implementation, check_one_of
 from jaxnorm.ops.float8_linear import checks, op
 from jaxnorm.ops.float8_linear.formula import Float8Linear, Operands
@@ -23,12 +25,7 @@ from jaxnorm.quantization import Quantized
 Scaling = Literal["row", "tensor"]
 WeightGradient = Literal["float8", "compute"]
 Save = Literal["quantized", "inputs"]
-# https://docs.pytorch.org/ao/main/api_reference/generated/torchao.float8.Float8LinearRecipeName.html
-NAMED: dict[str, dict[str, Any]] = {
-    "tensorwise": {"scaling": "tensor"},
-    "rowwise": {"power_of_two": True},
-    "rowwise_with_gw_hp": {"weight_gradient": "compute"},
-}
+OutSharding = NamedSharding | PartitionSpec | None
 
 
 @jax.tree_util.register_static
@@ -72,7 +69,7 @@ class Float8Recipe:
 
         "tensorwise", "rowwise", whose scales are powers of two, or "rowwise_with_gw_hp"; another is a ValueError.
         """
-        return cls(**NAMED[check_one_of("Float8Recipe.named", "recipe", name, tuple(NAMED))])
+        return NAMED[check_one_of("Float8Recipe.named", "recipe", name, tuple(NAMED))]
 
     @property
     def dot_general(self) -> "Float8DotGeneral":
@@ -80,7 +77,15 @@ class Float8Recipe:
         return Float8DotGeneral(self)
 
 
-def check_recipe(function: str, recipe: Any) -> Float8Recipe:
+# https://docs.pytorch.org/ao/main/api_reference/generated/torchao.float8.Float8LinearRecipeName.html
+NAMED = {
+    "tensorwise": Float8Recipe(scaling="tensor"),
+    "rowwise": Float8Recipe(power_of_two=True),
+    "rowwise_with_gw_hp": Float8Recipe(weight_gradient="compute"),
+}
+
+
+def check_recipe(function: str, recipe: object) -> Float8Recipe:
     if not isinstance(recipe, Float8Recipe):
         raise TypeError(
             f"{function}: recipe must be a jaxnorm.Float8Recipe, got {recipe!r}; pass jaxnorm.Float8Recipe(), or leave "
@@ -100,19 +105,41 @@ class Float8DotGeneral:
         self,
         x: Any,
         kernel: Any,
-        dimension_numbers: Any,
-        precision: Any = None,
-        preferred_element_type: Any = None,
+        dimension_numbers: lax.DotDimensionNumbers,
+        precision: lax.PrecisionLike = None,
+        preferred_element_type: DTypeLike | None = None,
         *,
-        out_sharding: Any = None,
+        out_sharding: OutSharding = None,
     ) -> jax.Array:
         """x times the kernel, summed over axes of both; the others of x and then those of the kernel stay.
 
         dimension_numbers have no batch axes, which is a ValueError. precision "highest" sums up in float32 throughout;
         others change nothing. out_sharding is that over an Explicit mesh.
         """
-        given = dimension_numbers, precision, preferred_element_type
-        return dot_general("float8_dot_general", x, kernel, *given, self.recipe, out_sharding)
+        function = "float8_dot_general"
+        (of_x, of_kernel), batch = dimension_numbers
+        if any(map(len, batch)):
+            raise ValueError(
+                f"{function}: dimension_numbers have batch axes {tuple(map(tuple, batch))}, expected none: a kernel is "
+                f"one matrix. For several use jax.vmap, or jax.lax.dot_general for a product without a kernel."
+            )
+        x, kernel = checks.check_x(function, x), check_array(function, "kernel", kernel)
+        if isinstance(x, Quantized):
+            raise TypeError(f"{function}: x is a jaxnorm.Quantized, expected an array; use jaxnorm.float8_linear.")
+        lengths = [x.shape[axis] for axis in of_x]
+        if lengths != [kernel.shape[axis] for axis in of_kernel]:
+            raise ValueError(
+                f"{function}: x has shape {x.shape} and kernel {kernel.shape}, whose axes {tuple(of_x)} and "
+                f"{tuple(of_kernel)} are summed together, expected the same lengths there."
+            )
+        # In the kernel's order, which is moved less.
+        pairs = sorted(zip(of_kernel, of_x, strict=True))
+        kernel, outputs = _summed(kernel, [axis for axis, _ in pairs], last=False)
+        x, rows = _summed(x, [axis for _, axis in pairs], last=True)
+        dtype = jnp.promote_types(x.dtype, kernel.dtype) if preferred_element_type is None else preferred_element_type
+        is_matrix = len(outputs) == 1
+        y = linear(function, x, kernel, None, dtype, self.recipe, None, precision, out_sharding if is_matrix else None)
+        return y if is_matrix else lax.reshape(y, (*rows, *outputs), out_sharding=out_sharding)
 
 
 float8_dot_general = Float8Recipe().dot_general
@@ -129,7 +156,7 @@ def float8_linear(
     kernel: Any,
     *,
     bias: Any = None,
-    out_dtype: Any = None,
+    out_dtype: DTypeLike | None = None,
     recipe: Float8Recipe = DEFAULT,
     implementation: Implementation | None = None,
 ) -> jax.Array:
@@ -162,25 +189,22 @@ def float8_linear(
     return linear(op.NAME, x, kernel, bias, out_dtype, recipe, implementation)
 
 
-ALL_DIGITS = ("highest", "float32", lax.Precision.HIGHEST)
-
-
 def linear(
     function: str,
-    x: Any,
-    kernel: Any,
-    bias: Any,
-    out_dtype: Any,
-    recipe: Any,
-    implementation: Any = None,
-    precision: Any = None,
-    out_sharding: Any = None,
+    x: object,
+    kernel: object,
+    bias: object,
+    out_dtype: DTypeLike | None,
+    recipe: Float8Recipe,
+    implementation: Implementation | None = None,
+    precision: lax.PrecisionLike = None,
+    out_sharding: OutSharding = None,
 ) -> jax.Array:
     """y, of a recipe that was checked."""
     choice = check_implementation(op.NAME, implementation)
     x = checks.check_x(function, x)
     values, scales, carrier = (x.values, x.scales, x.carrier) if isinstance(x, Quantized) else (x, None, None)
-    kernel = checks.check_kernel(function, kernel, values.shape)
+    weights = checks.check_kernel(function, kernel, values.shape)
     spec = Float8Linear(
         out_dtype=checks.check_out_dtype(function, out_dtype, x),
         scaling=recipe.scaling,
@@ -188,13 +212,13 @@ def linear(
         fast_accumulation=recipe.fast_accumulation,
         power_of_two=recipe.power_of_two,
         save=recipe.save,
-        out_spec=_out_spec(values, kernel, out_sharding),
-        wants_all_digits=_wants_all_digits(precision),
+        out_spec=_out_spec(values, weights, out_sharding),
+        wants_all_digits=products.wants_all_digits(precision),
         **choice.asks(function),
     )
     if scales is not None:
         scales = scales if scales.ndim else scales.reshape((1,) * values.ndim)
-    operands = _summed_wide(Operands(values, kernel, checks.check_bias(function, bias, kernel), scales, carrier))
+    operands = _summed_wide(Operands(values, weights, checks.check_bias(function, bias, weights), scales, carrier))
     if spec.native_for:
         # One that must be native backward alone is held to the same.
         asked = dataclasses.replace(spec, native_ways=DIRECTIONS, formula_for=())
@@ -202,19 +226,18 @@ def linear(
     return op.linear(spec, operands)
 
 
-def _summed_wide(operands: Operands) -> Operands:
+def _summed_wide(operands: Operands[jax.Array]) -> Operands[jax.Array]:
     """The operands, in float32 where a `shard_map` adds up gradients over devices: they are rounded after that."""
     leaves, tree = jax.tree.flatten(operands)
     summed = zip(leaves, compat.are_summed(*leaves), strict=True)
-    wide: Operands = jax.tree.unflatten(tree, [a.astype(np.float32) if is_summed else a for a, is_summed in summed])
-    return wide
+    wide = (array.astype(np.float32) if is_summed else array for array, is_summed in summed)
+    return Operands(*jax.tree.unflatten(tree, wide))
 
 
-def _out_spec(x: jax.Array, kernel: jax.Array, out_sharding: Any) -> PartitionSpec | None:
+def _out_spec(x: jax.Array, kernel: jax.Array, out_sharding: OutSharding) -> PartitionSpec | None:
     """How y is split over an Explicit mesh, where that is given or what is summed is split: as its rows and columns."""
     if out_sharding is not None:
-        given: PartitionSpec = getattr(out_sharding, "spec", out_sharding)
-        return given
+        return out_sharding if isinstance(out_sharding, PartitionSpec) else out_sharding.spec
     (*rows, of_x), (of_kernel, columns) = (tuple(jax.typeof(array).sharding.spec) for array in (x, kernel))
     names = jax.tree.leaves((rows, columns))
     # What is split twice by one name is no sharding, and JAX's product says so.
@@ -222,52 +245,7 @@ def _out_spec(x: jax.Array, kernel: jax.Array, out_sharding: Any) -> PartitionSp
     return None if is_known else PartitionSpec(*rows, columns)
 
 
-def _wants_all_digits(precision: Any) -> bool:
-    """Whether a product is to have all digits of float32, by its own precision or by JAX's default."""
-    config: Any = jax.config
-    given = precision if isinstance(precision, tuple) else (precision,)
-    return any((config.jax_default_matmul_precision if one is None else one) in ALL_DIGITS for one in given)
-
-
-def dot_general(
-    function: str,
-    x: Any,
-    kernel: Any,
-    dimension_numbers: Any,
-    precision: Any,
-    dtype: Any,
-    recipe: Any,
-    out_sharding: Any,
-) -> jax.Array:
-    """The product as `lax.dot_general` gives it, of operands without batch axes."""
-    (of_x, of_kernel), batch = dimension_numbers
-    if any(map(len, batch)):
-        raise ValueError(
-            f"{function}: dimension_numbers have batch axes {tuple(map(tuple, batch))}, expected none: a kernel is one "
-            f"matrix. For several use jax.vmap, or jax.lax.dot_general for a product without a kernel."
-        )
-    x, kernel = checks.check_x(function, x), check_array(function, "kernel", kernel)
-    if isinstance(x, Quantized):
-        raise TypeError(f"{function}: x is a jaxnorm.Quantized, expected an array; use jaxnorm.float8_linear.")
-    lengths = [x.shape[axis] for axis in of_x]
-    if lengths != [kernel.shape[axis] for axis in of_kernel]:
-        raise ValueError(
-            f"{function}: x has shape {x.shape} and kernel {kernel.shape}, whose axes {tuple(of_x)} and "
-            f"{tuple(of_kernel)} are summed together, expected the same lengths there."
-        )
-    # In the kernel's order, which is moved less.
-    pairs = sorted(zip(of_kernel, of_x, strict=True))
-    kernel, outputs = _summed(kernel, [axis for axis, _ in pairs], last=False)
-    x, rows = _summed(x, [axis for _, axis in pairs], last=True)
-    dtype = jnp.promote_types(x.dtype, kernel.dtype) if dtype is None else dtype
-    is_matrix = len(outputs) == 1
-    y = linear(function, x, kernel, None, dtype, recipe, None, precision, out_sharding if is_matrix else None)
-    if is_matrix:
-        return y
-    return lax.reshape(y, (*rows, *outputs), out_sharding=out_sharding)
-
-
-def _summed(array: jax.Array, axes: list[int], *, last: bool) -> tuple[jax.Array, list[Any]]:
+def _summed(array: jax.Array, axes: list[int], *, last: bool) -> tuple[jax.Array, list[int]]:
     """The array with these axes as one, its last or first; of a kernel the others are one too. And their lengths."""
     others = [axis for axis in range(array.ndim) if axis not in axes]
     lengths = [array.shape[axis] for axis in others]

@@ -1,22 +1,21 @@
 """Checks of a recipe and of the operands of a linear layer, as `jaxnorm.ops.checks`."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jaxnorm.ops import checks
 from jaxnorm.ops.float8_linear.formula import FLOAT8
 from jaxnorm.ops.quantize.checks import check_float32
-from jaxnorm.ops.quantized_dot.checks import check_scales
+from jaxnorm.ops.quantized_dot import checks as quantized_dot
 from jaxnorm.quantization import Quantized
 
 PRODUCTS = ("y", "dx", "dw")
 
 
-def check_fast_accumulation(products: Any) -> tuple[str, ...]:
+def check_fast_accumulation(products: object) -> tuple[str, ...]:
     """The products, each once, in the order of PRODUCTS."""
     expected = f"expected some of {', '.join(map(repr, PRODUCTS))} as a tuple, as ('y',), or () for none"
     if isinstance(products, str) or not isinstance(products, Iterable):
@@ -28,7 +27,7 @@ def check_fast_accumulation(products: Any) -> tuple[str, ...]:
     return tuple(name for name in PRODUCTS if name in given)
 
 
-def check_x(function: str, x: Any) -> Any:
+def check_x(function: str, x: object) -> jax.Array | Quantized:
     """x as an array, or a `Quantized` of float8 whose scales can be taken out of the product's sum."""
     if not isinstance(x, Quantized):
         array = checks.check_array(function, "x", x)
@@ -41,11 +40,11 @@ def check_x(function: str, x: Any) -> Any:
             f"{function}: x has values of {x.values.dtype}, expected {FLOAT8}; quantize it with "
             f"jaxnorm.Quantization(jax.numpy.float8_e4m3fn), or use jaxnorm.quantized_dot."
         )
-    check_scales(function, "x", x)
+    quantized_dot.check_scales(function, "x", x)
     return x
 
 
-def check_kernel(function: str, kernel: Any, shape: Sequence[Any]) -> jax.Array:
+def check_kernel(function: str, kernel: object, shape: Sequence[int]) -> jax.Array:
     """The kernel as a matrix that goes with an x of this shape."""
     if isinstance(kernel, Quantized):
         raise TypeError(
@@ -69,7 +68,7 @@ def check_kernel(function: str, kernel: Any, shape: Sequence[Any]) -> jax.Array:
     return array
 
 
-def check_bias(function: str, bias: Any, kernel: jax.Array) -> jax.Array | None:
+def check_bias(function: str, bias: object, kernel: jax.Array) -> jax.Array | None:
     if bias is None:
         return None
     array = checks.check_array(function, "bias", bias)
@@ -82,12 +81,8 @@ def check_bias(function: str, bias: Any, kernel: jax.Array) -> jax.Array | None:
     return array
 
 
-def check_out_dtype(function: str, out_dtype: Any, x: Any) -> np.dtype[Any]:
-    """The dtype of y: by default that of x, and bfloat16 where x is quantised."""
-    if out_dtype is None and isinstance(x, Quantized):
-        half: np.dtype[Any] = np.dtype(jnp.bfloat16)
-        return half
-    dtype = checks.check_out_dtype(function, out_dtype, (x.values if isinstance(x, Quantized) else x).dtype)
+def check_out_dtype(function: str, out_dtype: DTypeLike | None, x: jax.Array | Quantized) -> np.dtype:
+    dtype = quantized_dot.check_out_dtype(function, out_dtype, x)
     if dtype == np.float64:
         raise TypeError(f"{function}: out_dtype is float64, expected 16 or 32 bits: sums are float32; convert it.")
     return dtype

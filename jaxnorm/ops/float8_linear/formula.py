@@ -1,17 +1,14 @@
-"""A linear layer in float8: how its operands are rounded, and its derivatives by wide products.
-
-    y[m,n]  = s_x[m] s_w[n] Σ_k q_x[m,k] q_w[k,n] + bias[n]
-    dx[m,k] = s_u[m] Σ_n q_u[m,n] q_w[k,n]              u[m,n] = dy[m,n] s_w[n], quantised by rows
-    dw[k,n] = s_v[n] Σ_m q_x[m,k] q_v[m,n]              v[m,n] = dy[m,n] s_x[m], quantised by columns
-    db[n]   = Σ_m dy[m,n]
+"""A linear layer in float8, as `jaxnorm.float8_linear` says: how its operands are rounded, and derivatives by wide
+products. Those of float8 have the formula of `jaxnorm.ops.quantized_dot`.
 
 Here the scale of a row or column of zeros is 0 and not 1, as `quantize` has it: it adds nothing, and as 1 it would set
-the largest value of all others in u or v. Products have the formula of `jaxnorm.ops.quantized_dot`.
+the largest value of all others in u or v.
 """
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Generic, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,35 +16,31 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from jaxnorm.ops.products import Contracted
 from jaxnorm.ops.quantize import rounding
 from jaxnorm.ops.quantize.rounding import Derivative
-from jaxnorm.ops.quantized_dot.formula import QuantizedDot, of_batch, sharding_of, wide_product
-from jaxnorm.primitive.op import Spec
+from jaxnorm.ops.quantized_dot.formula import QuantizedDot, T_co, of_batch, wide_product
+from jaxnorm.primitive.convention import ProductSpec
 from jaxnorm.quantization import Quantization
 
 FLOAT8 = jnp.dtype("float8_e4m3fn")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Float8Linear(Spec):
+class Float8Linear(ProductSpec):
     """What is static about one linear layer: the fields of a `Float8Recipe`, and of the call."""
 
-    out_dtype: np.dtype[Any]
-    scaling: str = "row"
     weight_gradient: str = "float8"
     fast_accumulation: tuple[str, ...] = ()
     power_of_two: bool = False
     save: str = "quantized"
-    out_spec: PartitionSpec | None = None  # of y over an Explicit mesh, where x and the kernel do not say it
-    wants_all_digits: bool = False  # of a sum, by `jax.default_matmul_precision`
-    batch: int = 0  # how many leading axes every operand has that vmap made, 1 long where it has no batch
 
-    def of_product(self, name: str, out_dtype: Any, **how: Any) -> QuantizedDot:
-        """What is static about one of its products: "y", "dx" or "dw"."""
+    def of_product(self, name: str, dtype: np.dtype, spec: PartitionSpec | None = None, rows: int = 1) -> QuantizedDot:
+        """What is static about one of its products: "y", "dx", or "dw" over so many axes of rows."""
         direction = "forward" if name == "y" else "backward"
         asked = self.formula_in(direction)
         return QuantizedDot(
-            out_dtype=np.dtype(out_dtype),
+            out_dtype=dtype,
             implementation=None if asked is None else "xla",
             how=asked or "",
             wants_all_digits=self.wants_all_digits,
@@ -55,25 +48,28 @@ class Float8Linear(Spec):
             fast_accumulation=name in self.fast_accumulation,
             scaling=self.scaling,
             batch=self.batch,
-            **how,
+            summed=rows,
+            x_first=name == "dw",
+            weights_first=name == "dx",
+            out_spec=spec,
         )
 
 
-class Operands(NamedTuple):
-    """Arrays, or their types or tangents. A carrier is zeros and changes no result; tangents flow through it."""
+class Operands(NamedTuple, Generic[T_co]):
+    """Arrays, or their types. A carrier is zeros and changes no result; tangents flow through it."""
 
-    x: Any  # (..., K), quantised where it has scales
-    kernel: Any  # (K, N)
-    bias: Any = None  # (N,)
-    x_scales: Any = None  # (..., 1), or of as many axes of length 1 as x has
-    x_carrier: Any = None
+    x: T_co  # (..., K), quantised where it has scales
+    kernel: T_co  # (K, N)
+    bias: T_co | None = None  # (N,)
+    x_scales: T_co | None = None  # (..., 1), or of as many axes of length 1 as x has
+    x_carrier: T_co | None = None
 
 
 class Rounded(NamedTuple):
     """Values of float8 and their scales, 0 for a row or column of zeros."""
 
-    values: Any = None
-    scales: Any = None
+    values: jax.Array
+    scales: jax.Array
 
 
 class Saved(NamedTuple):
@@ -82,25 +78,25 @@ class Saved(NamedTuple):
     Where they are rounded already, x, or its carrier, and the kernel are there for higher derivatives alone.
     """
 
-    x: Any = None
-    rounded_x: Rounded = Rounded()
-    kernel: Any = None
-    rounded_kernel: Rounded = Rounded()
-    bias: Any = None
+    x: jax.Array | None = None
+    rounded_x: Rounded | None = None
+    kernel: jax.Array | None = None
+    rounded_kernel: Rounded | None = None
+    bias: jax.Array | None = None
 
 
-class Variables(NamedTuple):
+class Variables(NamedTuple, Generic[T_co]):
     """What a derivative is taken by: tangents, gradients, or how these are to be. None is zero, or not wanted."""
 
-    x: Any = None
-    kernel: Any = None
-    bias: Any = None
+    x: T_co | None = None
+    kernel: T_co | None = None
+    bias: T_co | None = None
 
 
 class Wanted(NamedTuple):
     """How a gradient is to be: its dtype, and over an Explicit mesh how it is split."""
 
-    dtype: np.dtype[Any]
+    dtype: np.dtype
     spec: PartitionSpec | None = None
 
 
@@ -138,26 +134,26 @@ def of_rank(ndim: int, array: jax.Array) -> jax.Array:
     return lax.expand_dims(array, range(ndim - array.ndim))
 
 
-def saved_x(spec: Float8Linear, saved: Saved) -> Rounded:
-    return by_rows(spec, saved.x) if saved.rounded_x.values is None else saved.rounded_x
+def saved_x(spec: Float8Linear, saved: Saved, round_again: Callable[..., Rounded] = by_rows) -> Rounded:
+    return saved.rounded_x or round_again(spec, saved.x)
 
 
-def saved_kernel(spec: Float8Linear, saved: Saved) -> Rounded:
-    return by_columns(spec, saved.kernel) if saved.rounded_kernel.values is None else saved.rounded_kernel
+def saved_kernel(spec: Float8Linear, saved: Saved, round_again: Callable[..., Rounded] = by_columns) -> Rounded:
+    return saved.rounded_kernel or round_again(spec, saved.kernel)
 
 
-def linear(spec: Float8Linear, saved: Saved, dots: Variables) -> jax.Array:
+def linear(spec: Float8Linear, saved: Saved, dots: Variables[jax.Array]) -> jax.Array:
     """The tangent of y: wide products of the rounded factors, whose scales come after the sum."""
     if spec.batch:
         return of_batch(spec, linear, saved, dots)
     terms = []
     if dots.x is not None:
         values, scales = saved_kernel(spec, saved)
-        dot = _wide(spec, dots.x, values.astype(dots.x.dtype), _last(dots.x, 1), spec.out_spec)
+        dot = wide_product(dots.x, values, _last(dots.x, 1), spec, spec.out_spec, dots.x.dtype)
         terms.append(dot * of_rank(dot.ndim, scales[0]))
     if dots.kernel is not None:
         values, scales = saved_x(spec, saved)
-        dot = _wide(spec, values.astype(dots.kernel.dtype), dots.kernel, _last(values, 0), spec.out_spec)
+        dot = wide_product(values, dots.kernel, _last(values, 0), spec, spec.out_spec, dots.kernel.dtype)
         terms.append(dot * scales)
     return _total(spec, terms, dots.bias)
 
@@ -169,35 +165,35 @@ def _total(spec: Float8Linear, terms: list[jax.Array], bias: jax.Array | None) -
     return total.astype(spec.out_dtype)
 
 
-def _last(array: jax.Array, other: int) -> Any:
+def _last(array: jax.Array, other: int) -> Contracted:
     """The last axis of an array, and one of another, as those that are summed."""
     return (array.ndim - 1,), (other,)
 
 
-def wide_linear(spec: Float8Linear, saved: Saved, dots: Variables) -> jax.Array:
+def wide_linear(spec: Float8Linear, saved: Saved, dots: Variables[jax.Array]) -> jax.Array:
     """`linear`, whose derivative has the rounded factors move as what they were made of."""
     if spec.batch:
         return of_batch(spec, wide_linear, saved, dots)
     terms = []
     if dots.x is not None:
-        terms.append(_wide32(spec, dots.x, _moving_kernel(spec, saved), _last(dots.x, 0), spec.out_spec))
+        terms.append(wide_product(dots.x, _moving_kernel(spec, saved), _last(dots.x, 0), spec, spec.out_spec))
     if dots.kernel is not None:
         x = _moving(saved.x, saved_x(spec, saved))
-        terms.append(_wide32(spec, x, dots.kernel, _last(x, 0), spec.out_spec))
+        terms.append(wide_product(x, dots.kernel, _last(x, 0), spec, spec.out_spec))
     return _total(spec, terms, dots.bias)
 
 
-def wide_backward(spec: Float8Linear, dy: jax.Array, saved: Saved, wanted: Variables) -> Variables:
+def wide_backward(spec: Float8Linear, dy: jax.Array, saved: Saved, wanted: Variables[Wanted]) -> Variables[jax.Array]:
     """The gradients of the product of the rounded factors, dy not rounded."""
     if spec.batch:
         return of_batch(spec, lambda inner, dy, saved: wide_backward(inner, dy, saved, wanted), dy, saved)
     rows = tuple(range(dy.ndim - 1))
     gradients = {}
     if wanted.x is not None:
-        gradients["x"] = _wide32(spec, dy, _moving_kernel(spec, saved), _last(dy, 1), wanted.x.spec)
+        gradients["x"] = wide_product(dy, _moving_kernel(spec, saved), _last(dy, 1), spec, wanted.x.spec)
     if wanted.kernel is not None:
         x = _moving(saved.x, saved_x(spec, saved))
-        gradients["kernel"] = _wide32(spec, x, dy, (rows, rows), wanted.kernel.spec)
+        gradients["kernel"] = wide_product(x, dy, (rows, rows), spec, wanted.kernel.spec)
     if wanted.bias is not None:
         gradients["bias"] = dy.astype(np.float32).sum(rows)
     return Variables(**{name: array.astype(getattr(wanted, name).dtype) for name, array in gradients.items()})
@@ -207,16 +203,8 @@ def wide_of_kernel(spec: Float8Linear, dy: jax.Array, x: Rounded, saved: Saved, 
     """The kernel's gradient where the recipe does not round dy for it."""
     rows = tuple(range(dy.ndim - 1))
     dtype = dy.dtype if saved.x is None else jnp.promote_types(saved.x.dtype, dy.dtype)
-    wide = (x.values.astype(np.float32) * x.scales).astype(dtype)
-    return _wide(spec, wide, dy.astype(dtype), (rows, rows), wanted.spec).astype(wanted.dtype)
-
-
-def _wide(spec: Float8Linear, a: jax.Array, b: jax.Array, contracted: Any, out_spec: Any) -> jax.Array:
-    return wide_product(a, b, contracted, spec, sharding_of(a, out_spec))
-
-
-def _wide32(spec: Float8Linear, a: jax.Array, b: jax.Array, contracted: Any, out_spec: Any) -> jax.Array:
-    return _wide(spec, a.astype(np.float32), b.astype(np.float32), contracted, out_spec)
+    wide = x.values.astype(np.float32) * x.scales
+    return wide_product(wide, dy, (rows, rows), spec, wanted.spec, dtype).astype(wanted.dtype)
 
 
 def _moving_kernel(spec: Float8Linear, saved: Saved) -> jax.Array:

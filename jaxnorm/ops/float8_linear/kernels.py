@@ -6,22 +6,23 @@ kernel would make that of its own part; but what is rounded by columns is transp
 
 import dataclasses
 import math
-from abc import abstractmethod
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping
 
 import jax
 import jax.numpy as jnp
-from jax.interpreters import mlir
+import numpy as np
+from jax.core import ShapedArray
+from jax.sharding import AxisType
 
 from jaxnorm.native import compat, ffi
 from jaxnorm.ops.float8_linear import formula
-from jaxnorm.ops.float8_linear.formula import Float8Linear, Rounded
+from jaxnorm.ops.float8_linear.formula import FLOAT8, Float8Linear, Rounded
 from jaxnorm.ops.quantized_dot import op as quantized_dot
 from jaxnorm.primitive import fallback, lowering, reasons
 from jaxnorm.primitive.convention import Still
 from jaxnorm.primitive.decide import Call, Program
-from jaxnorm.primitive.rules import at_front
+from jaxnorm.primitive.lowering import Context, Value, Values
+from jaxnorm.primitive.rules import Axes, Batched, Leaves, Types, all_none, at_front, examples_first
 
 # Targets that only CUDA has.
 ROWS, COLUMNS, GRADIENT = (f"jaxnorm_round_{name}" for name in ("rows", "columns", "gradient"))
@@ -32,7 +33,7 @@ class RoundCall(Call):
     """An array that is rounded, by its type, in a direction of a layer."""
 
     spec: Float8Linear
-    array: Any
+    array: ShapedArray
     direction: str
     platforms = ("cuda",)
     splits_itself = True
@@ -58,18 +59,27 @@ class _Round(Still):
 
     target: str
     by_columns: int | None = None
+    kernel: Callable[..., Values]  # the results of the kernel on one device
 
-    @abstractmethod
-    def kernel(self, ctx: Any, *operands: Any, **params: Any) -> Any:
-        """The results of the kernel on one device."""
+    def abstract(self, *operands: ShapedArray, spec: Float8Linear, **how: Hashable) -> list[ShapedArray]:
+        """The formula's, which takes milliseconds to trace; directly where no axes of a mesh are a part of types."""
+        x, place = operands[0], self.by_columns
+        if not {*x.sharding.mesh.axis_types} <= {AxisType.Auto}:
+            return super().abstract(*operands, spec=spec, **how)
+        (*rows, columns), ones = x.shape, (1,) * (x.ndim - 1)
+        scaled_rows, scaled_columns = (rows, columns) if spec.scaling == "row" else (ones, 1)
+        by_rows = [x.shape, (*scaled_rows, 1)] if how.get("rows", place is None) else []
+        shapes = by_rows if place is None else [*by_rows, (columns, *rows), (*ones, scaled_columns)]
+        dtypes = (FLOAT8, np.dtype(np.float32)) * 2
+        return [x.update(shape=n, dtype=dtype, weak_type=False) for n, dtype in zip(shapes, dtypes, strict=False)]
 
-    def native(self, platform: str, ctx: Any, *operands: Any, **params: Any) -> Any:
+    def native(self, platform: str, ctx: Context, *operands: Value, spec: Float8Linear, **how: Hashable) -> Values:
         if not compat.is_split_by_xla(ctx):
-            return self.kernel(ctx, *operands, **params)
+            return self.kernel(ctx, operands, spec, **how)
         place, types = self.by_columns, list(ctx.avals_out)
 
         def lying(*operands: jax.Array) -> list[jax.Array]:
-            results = self.formula(*operands, **params)
+            results = self.formula(*operands, spec=spec, **how)
             if place is not None:
                 results[place] = jnp.moveaxis(results[place], 0, -1)
             return results
@@ -81,10 +91,10 @@ class _Round(Still):
             values[place] = quantized_dot.TRANSPOSED.lower_split(ctx, values[place], lies, types[place])
         return values
 
-    def call(self, *types: Any, spec: Float8Linear, direction: str, **_: Any) -> RoundCall:
+    def call(self, *types: ShapedArray, spec: Float8Linear, direction: str, **_: Hashable) -> RoundCall:
         return RoundCall(spec, types[0], direction)
 
-    def lowered(self, ctx: Any, operands: Sequence[Any], attributes: dict[str, Any], types: Sequence[Any]) -> Any:
+    def lowered(self, ctx: Context, operands: Values, attributes: Mapping[str, Hashable], types: Types) -> Values:
         """The results of the kernel, which gives them of these types."""
         *rows, cols = ctx.avals_in[0].shape
         workspace = ffi.workspace("cuda", self.target, ctx.avals_in[0].dtype, math.prod(rows), cols)
@@ -97,7 +107,7 @@ class _Round(Still):
         def shaped(*values: jax.Array) -> list[jax.Array]:
             return [value.reshape(of.shape) for value, of in zip(values, ctx.avals_out, strict=True)]
 
-        return mlir.lower_fun(shaped)(ctx.replace(avals_in=types), *values)
+        return lowering.replaced(shaped, ctx.replace(avals_in=types), values)[1]
 
 
 class _Rows(_Round):
@@ -106,17 +116,15 @@ class _Rows(_Round):
     def formula(self, *operands: jax.Array, spec: Float8Linear, direction: str) -> list[jax.Array]:
         return list(formula.by_rows(spec, *operands))
 
-    def kernel(self, ctx: Any, *operands: Any, spec: Float8Linear, direction: str) -> Any:
+    def kernel(self, ctx: Context, operands: Values, spec: Float8Linear, **how: Hashable) -> Values:
         attributes = {"has_factors": len(operands) > 1, "power_of_two": spec.power_of_two}
         return ffi.call("cuda", ROWS, ctx, operands, attributes=attributes)
 
-    def batch(self, operands: Any, axes: Any, *, spec: Float8Linear, direction: str) -> tuple[Any, Any]:
-        array, *factors = operands
-        if spec.scaling == "tensor" or any(axis is not None for axis in axes[1:]):
-            of_examples: tuple[Any, Any] = super().batch(operands, axes, spec=spec, direction=direction)
-            return of_examples
-        front = jnp.moveaxis(array, axes[0], 0)
-        return at_front(self.primitive.bind(front, *factors, spec=spec, direction=direction))
+    def batch(self, operands: Leaves, axes: Axes, *, spec: Float8Linear, direction: str) -> Batched:
+        if spec.scaling == "tensor" or not all_none(axes[1:]):
+            return super().batch(operands, axes, spec=spec, direction=direction)
+        front = examples_first(operands[:1], axes[:1])
+        return at_front(self.primitive.bind(*front, *operands[1:], spec=spec, direction=direction))
 
 
 class _Columns(_Round):
@@ -125,7 +133,7 @@ class _Columns(_Round):
     def formula(self, *operands: jax.Array, spec: Float8Linear, direction: str) -> list[jax.Array]:
         return list(formula.by_columns(spec, *operands))
 
-    def kernel(self, ctx: Any, *operands: Any, spec: Float8Linear, direction: str) -> Any:
+    def kernel(self, ctx: Context, operands: Values, spec: Float8Linear, **how: Hashable) -> Values:
         attributes = {"power_of_two": spec.power_of_two, "with_values": False}
         return self.lowered(ctx, operands, attributes, ctx.avals_out)
 
@@ -143,7 +151,7 @@ class _Gradient(_Round):
         by_rows = formula.by_rows(spec, dy, of_columns) if rows else ()
         return [*by_rows, *formula.by_columns(spec, dy, of_rows)]
 
-    def kernel(self, ctx: Any, *operands: Any, spec: Float8Linear, **how: Any) -> Any:
+    def kernel(self, ctx: Context, operands: Values, spec: Float8Linear, **how: Hashable) -> Values:
         attributes = {
             "has_factors_of_columns": how["has_columns"],
             "has_factors_of_rows": how["has_rows"],

@@ -4,8 +4,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
-from jaxnorm.ops import checks as shared_checks
+from jaxnorm.ops import checks as shared_checks, products
 from jaxnorm.ops.misuse import explained
 from jaxnorm.ops.options import Implementation
 from jaxnorm.ops.quantized_dot import checks, op
@@ -18,7 +19,12 @@ NAME = "quantized_dot"
 
 @explained
 def quantized_dot(
-    x: Any, kernel: Quantized, *, bias: Any = None, out_dtype: Any = None, implementation: Implementation | None = None
+    x: Any,
+    kernel: Quantized,
+    *,
+    bias: Any = None,
+    out_dtype: DTypeLike | None = None,
+    implementation: Implementation | None = None,
 ) -> jax.Array:
     """Multiplies x by a quantised kernel, without rounding anything before the end.
 
@@ -48,32 +54,25 @@ def quantized_dot(
     kernel = checks.check_kernel(NAME, kernel, x)
     x = checks.check_x(NAME, x, kernel)
     checks.check_scales(NAME, "kernel", kernel)
-    is_quantized = isinstance(x, Quantized)
-    values = x.values if is_quantized else x
-    gives_bfloat16 = is_quantized and out_dtype is None
+    values, scales, carrier = (x.values, x.scales, x.carrier) if isinstance(x, Quantized) else (x, None, None)
     spec = QuantizedDot(
-        out_dtype=shared_checks.check_out_dtype(NAME, jnp.bfloat16 if gives_bfloat16 else out_dtype, values.dtype),
+        out_dtype=checks.check_out_dtype(NAME, out_dtype, x),
         implementation=choice.implementation,
         how=choice.how,
-        wants_all_digits=_wants_all_digits(),
+        wants_all_digits=products.wants_all_digits(),
         native_for=choice.native_for(NAME),
     )
     operands = Operands(
         values,
         kernel.values,
         _of_rows(kernel.scales, kernel.values),
-        _of_rows(x.scales, values) if is_quantized else None,
+        None if scales is None else _of_rows(scales, values),
         checks.check_bias(NAME, bias, kernel.values.shape[0]),
-        x.carrier if is_quantized else None,
+        carrier,
         kernel.carrier,
     )
     decide.check_native(op.ProductCall(spec, jax.tree.map(jax.typeof, operands)))
     return op.product(spec, operands)
-
-
-def _wants_all_digits() -> bool:
-    config: Any = jax.config
-    return config.jax_default_matmul_precision in ("highest", "float32")
 
 
 def _of_rows(scales: jax.Array, values: jax.Array) -> jax.Array:

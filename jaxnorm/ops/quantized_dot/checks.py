@@ -1,10 +1,11 @@
 """Checks of the operands of a product, as `jaxnorm.ops.checks`."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
 
 from jaxnorm.ops import checks
 from jaxnorm.quantization import Quantized
@@ -12,7 +13,7 @@ from jaxnorm.quantization import Quantized
 _QUANTIZE = "jaxnorm.quantize_kernel(kernel, jaxnorm.Quantization(jax.numpy.int8))"
 
 
-def check_kernel(function: str, kernel: object, x: Any) -> Quantized:
+def check_kernel(function: str, kernel: object, x: object) -> Quantized:
     """kernel as it lies for a product, transposed."""
     if not isinstance(kernel, Quantized):
         swapped = " Are x and kernel in each other's place?" if isinstance(x, Quantized) else ""
@@ -35,12 +36,17 @@ def check_kernel(function: str, kernel: object, x: Any) -> Quantized:
     return lying
 
 
-def check_x(function: str, x: Any, kernel: Quantized) -> Any:
+def check_x(function: str, x: object, kernel: Quantized) -> jax.Array | Quantized:
     """x as an array or a `Quantized`, which goes with the kernel as it lies for a product."""
     if isinstance(x, Quantized):
         check_scales(function, "x", x)
         values = x.values
-        _check_dtypes(function, values.dtype, kernel.values.dtype)
+        if values.dtype.name not in (expected := dtypes_beside(kernel.values.dtype)):
+            raise TypeError(
+                f"{function}: x has values of {values.dtype} and the kernel of {kernel.values.dtype}, expected "
+                f"{' or '.join(expected)} for x; quantize it to that, or the kernel to a dtype like it. Only kernels "
+                f"have 4 bits."
+            )
     else:
         x = values = checks.check_array(function, "x", x)
     outputs, inputs = kernel.values.shape
@@ -77,23 +83,22 @@ def check_scales(function: str, name: str, quantized: Quantized) -> None:
     )
 
 
-def dtypes_beside(kernel: Any) -> tuple[str, ...]:
+def dtypes_beside(kernel: DTypeLike) -> tuple[str, ...]:
     """The dtypes of a quantised x that there is a product of with a kernel of this dtype."""
     return ("float8_e4m3fn", "float8_e5m2") if jnp.issubdtype(kernel, jnp.floating) else ("int8",)
 
 
-def _check_dtypes(function: str, x: Any, kernel: Any) -> None:
-    if x.name not in (expected := dtypes_beside(kernel)):
-        raise TypeError(
-            f"{function}: x has values of {x} and the kernel of {kernel}, expected {' or '.join(expected)} for x; "
-            f"quantize it to that, or the kernel to a dtype like it. Only kernels have 4 bits."
-        )
-
-
-def check_bias(function: str, bias: Any, outputs: Any) -> jax.Array | None:
+def check_bias(function: str, bias: object, outputs: int) -> jax.Array | None:
     if bias is None:
         return None
     array = checks.check_array(function, "bias", bias)
     if array.shape != (outputs,):
         raise ValueError(f"{function}: bias has shape {array.shape}, expected {(outputs,)}: a number for each output.")
     return array
+
+
+def check_out_dtype(function: str, out_dtype: DTypeLike | None, x: jax.Array | Quantized) -> np.dtype:
+    """The dtype of y: by default that of x, and bfloat16 where x is quantised."""
+    if isinstance(x, Quantized):
+        return checks.check_out_dtype(function, jnp.bfloat16 if out_dtype is None else out_dtype, x.values.dtype)
+    return checks.check_out_dtype(function, out_dtype, x.dtype)

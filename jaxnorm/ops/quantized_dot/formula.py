@@ -4,35 +4,34 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from jaxnorm.ops import products
-from jaxnorm.primitive.op import Spec
+from jaxnorm.ops.products import Contracted
+from jaxnorm.primitive.convention import P, ProductSpec
+from jaxnorm.primitive.op import Record
 
+T_co = TypeVar("T_co", covariant=True)
 Result = TypeVar("Result")  # an array, or a tuple of arrays
 ALIGNMENT = 128  # in columns, of the parts of a long sum: libraries' products of 8 bits want one
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class QuantizedDot(Spec):
+class QuantizedDot(ProductSpec):
     """What is static about one product."""
 
-    out_dtype: np.dtype[Any]
     implementation: str | None = None
     how: str = ""  # it was chosen, if not by the argument
-    wants_all_digits: bool = False  # of a sum, by `jax.default_matmul_precision`
-    batch: int = 0  # how many leading axes every operand has that vmap made, 1 long where it has no batch
     summed: int = 1  # how many axes are: the last ones, of both operands
     x_first: bool = False  # whether it is the first ones of x
     weights_first: bool = False  # and of the weights
-    scaling: str = "row"  # what has a scale: a row of x and an output, or a whole tensor
-    out_spec: PartitionSpec | None = None  # of y over an Explicit mesh, where x and weights do not say it
     fast_accumulation: bool | None = None  # whether sums of float8 may have fewer digits; None: where y is of 16 bits
 
     @property
@@ -44,19 +43,22 @@ class QuantizedDot(Spec):
         return self.out_dtype != np.float32 if self.fast_accumulation is None else self.fast_accumulation
 
 
-class Operands(NamedTuple):
-    """Arrays, or their types or tangents. Carriers are zeros and change no result; tangents flow through them."""
+class Operands(NamedTuple, Generic[T_co]):
+    """Arrays, or what there is of each. Carriers are zeros and change no result; tangents flow through them."""
 
-    x: Any  # (..., K), quantised where it has scales
-    weights: Any  # (N, K)
-    weight_scales: Any  # (N, 1), or (1, 1)
-    x_scales: Any = None  # (..., 1), or of as many axes of length 1
-    bias: Any = None  # (N,)
-    x_carrier: Any = None
-    weight_carrier: Any = None
+    x: T_co  # (..., K), quantised where it has scales
+    weights: T_co  # (N, K)
+    weight_scales: T_co  # (N, 1), or (1, 1)
+    x_scales: T_co | None = None  # (..., 1), or of as many axes of length 1
+    bias: T_co | None = None  # (N,)
+    x_carrier: T_co | None = None
+    weight_carrier: T_co | None = None
 
 
-def forward(spec: QuantizedDot, operands: Operands) -> jax.Array:
+Arrays = Operands[jax.Array]
+
+
+def forward(spec: QuantizedDot, operands: Arrays) -> jax.Array:
     """`x @ weights.T`, of integers without rounding, then both scales and the bias in float32, then one rounding."""
     if spec.batch:
         return of_batch(spec, forward, operands)
@@ -77,7 +79,7 @@ def _beside(y: jax.Array, numbers: jax.Array) -> jax.Array:
     return lax.expand_dims(numbers, range(y.ndim - 1))
 
 
-def tangent(spec: QuantizedDot, operands: Operands, dots: Operands) -> jax.Array:
+def tangent(spec: QuantizedDot, operands: Arrays, dots: Operands[jax.Array | None]) -> jax.Array:
     """The derivative by convention: values times scales are what was quantised, and carriers have its tangents.
 
     In dots None is zero, and not all of x, bias and the carriers are. Values and scales do not move.
@@ -99,19 +101,19 @@ def tangent(spec: QuantizedDot, operands: Operands, dots: Operands) -> jax.Array
     return functools.reduce(jnp.add, terms).astype(spec.out_dtype)
 
 
-def wide_dtype(dtype: Any) -> np.dtype[Any]:
+def wide_dtype(dtype: DTypeLike) -> np.dtype:
     """What products are added up in and scaled, for an x of this dtype."""
     return np.dtype(np.float64 if dtype == np.float64 else np.float32)
 
 
-def dequantized(values: jax.Array, scales: jax.Array | None, dtype: Any) -> jax.Array:
+def dequantized(values: jax.Array, scales: jax.Array | None, dtype: DTypeLike) -> jax.Array:
     """Values times scales, which stand still."""
     if scales is not None:
         values = values.astype(scales.dtype) * scales
     return lax.stop_gradient(values.astype(dtype))
 
 
-def _product(spec: QuantizedDot, operands: Operands) -> jax.Array:
+def _product(spec: QuantizedDot, operands: Arrays) -> jax.Array:
     x, weights = operands.x, operands.weights
     if jnp.issubdtype(x.dtype, jnp.integer):
         return _integer_product(x, weights)
@@ -123,34 +125,42 @@ def _product(spec: QuantizedDot, operands: Operands) -> jax.Array:
         return _dot(x, wide, wide_dtype(x.dtype))
     if weights.dtype == jnp.float4_e2m1fn:
         weights = weights.astype(x.dtype)
-    contracted, out_sharding = contracted_axes(spec, x, weights), sharding_of(x, spec.out_spec)
+    contracted = _contracted_axes(spec, x, weights)
     if spec.wants_all_digits:
-        return wide_product(x.astype(np.float32), weights.astype(np.float32), contracted, spec, out_sharding)
+        return wide_product(x, weights, contracted, spec, spec.out_spec)
     # What XLA reads of the precision for products of float8 on GPUs.
     precision = None if spec.fast_accumulation is not False else lax.Precision.HIGHEST
+    out_sharding = _sharding_of(x, spec.out_spec)
     return products.wide_dot(x, weights, contracted, np.float32, precision=precision, out_sharding=out_sharding)
 
 
-def contracted_axes(spec: QuantizedDot, x: Any, weights: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _contracted_axes(spec: QuantizedDot, x: jax.Array, weights: jax.Array) -> Contracted:
     """The axes that are summed, of both."""
 
-    def axes(array: Any, is_first: bool) -> tuple[int, ...]:
+    def axes(array: jax.Array, is_first: bool) -> tuple[int, ...]:
         first = 0 if is_first else array.ndim - spec.summed
         return tuple(range(first, first + spec.summed))
 
     return axes(x, spec.x_first), axes(weights, spec.weights_first)
 
 
-def wide_product(x: jax.Array, weights: jax.Array, contracted: Any, spec: Any, out_sharding: Any = None) -> jax.Array:
-    """The product of wide arrays, summed up in float32, with all digits where the spec wants them."""
-    precision = lax.Precision.HIGHEST if spec.wants_all_digits else None
+def wide_product(
+    x: jax.Array,
+    weights: jax.Array,
+    contracted: Contracted,
+    spec: ProductSpec,
+    out_spec: PartitionSpec | None,
+    dtype: DTypeLike = np.float32,
+) -> jax.Array:
+    """The product of arrays in a wide dtype, summed up in float32, with all digits where the spec wants them."""
+    precision, out_sharding = lax.Precision.HIGHEST if spec.wants_all_digits else None, _sharding_of(x, out_spec)
+    x, weights = x.astype(dtype), weights.astype(dtype)
     return products.wide_dot(x, weights, contracted, np.float32, precision=precision, out_sharding=out_sharding)
 
 
-def sharding_of(array: jax.Array, spec: PartitionSpec | None) -> Any:
+def _sharding_of(array: jax.Array, spec: PartitionSpec | None) -> NamedSharding | None:
     """The sharding over the array's Explicit mesh by a spec, None of None."""
-    sharding: Any = jax.typeof(array).sharding
-    return None if spec is None else sharding.update(spec=spec)
+    return None if spec is None else jax.typeof(array).sharding.update(spec=spec)
 
 
 def _integer_product(x: jax.Array, weights: jax.Array) -> jax.Array:
@@ -163,9 +173,9 @@ def _integer_product(x: jax.Array, weights: jax.Array) -> jax.Array:
     return y[:1].reshape(*rows, -1) if pads else y
 
 
-def _safe_columns(*dtypes: Any) -> int:
+def _safe_columns(*dtypes: np.dtype) -> int:
     """Of how many columns an int32 holds the sum of products, each dtype's least value included."""
-    iinfo: Any = jnp.iinfo
+    iinfo: Any = jnp.iinfo  # it has no types
     largest = math.prod(abs(int(iinfo(dtype).min)) for dtype in dtypes)
     return (2**31 - 1) // largest
 
@@ -187,18 +197,18 @@ def _sum_of_parts(x: jax.Array, weights: jax.Array, columns: int) -> jax.Array:
     return high.astype(np.float32) * 2**16 + low.astype(np.float32)
 
 
-def _dot(x: jax.Array, weights: jax.Array, dtype: Any) -> jax.Array:
+def _dot(x: jax.Array, weights: jax.Array, dtype: DTypeLike) -> jax.Array:
     return products.wide_dot(x, weights, ((x.ndim - 1,), (1,)), dtype)
 
 
-def of_batch(spec: Any, function: Callable[..., Result], *records: Any) -> Result:
+def of_batch(spec: P, function: Callable[..., Result], *records: Record) -> Result:
     """A function of examples, of whose axes the spec says how many there are. An operand that is 1 long is the same for
     all of them."""
     arrays, tree = jax.tree.flatten(records)
     axes = [0 if array.shape[0] != 1 else None for array in arrays]
     inner = functools.partial(function, dataclasses.replace(spec, batch=spec.batch - 1))
 
-    def of_example(*values: jax.Array) -> Any:
+    def of_example(*values: jax.Array) -> Result:
         return inner(*jax.tree.unflatten(tree, values))
 
     shared = [array if axis == 0 else array[0] for array, axis in zip(arrays, axes, strict=True)]

@@ -14,17 +14,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.interpreters import mlir
+from jax.core import ShapedArray
+from jax.tree_util import PyTreeDef
 
 from jaxnorm.native import ffi
 from jaxnorm.ops.quantized_dot import formula
-from jaxnorm.ops.quantized_dot.formula import Operands, QuantizedDot
+from jaxnorm.ops.quantized_dot.formula import Arrays, Operands, QuantizedDot, T_co
 from jaxnorm.primitive import fallback, lowering, reasons, registry, rules
 from jaxnorm.primitive.convention import Convention, Still, with_examples, with_rows
 from jaxnorm.primitive.decide import Call, Program
-from jaxnorm.primitive.op import Spec
+from jaxnorm.primitive.lowering import Context, Value, Values
+from jaxnorm.primitive.op import Record, Spec
 from jaxnorm.primitive.registry import Described, Function, Request
-from jaxnorm.primitive.rules import Inner
+from jaxnorm.primitive.rules import Axes, Batched, Inner, Leaves
 from jaxnorm.quantization import Quantized
 from jaxnorm.sharding import partition
 from jaxnorm.sharding.dims import CallMaps, DimMap
@@ -39,7 +41,7 @@ MULTIPLE, CAPABILITY = 16, "9.0"
 FEW, LEAST, SHORT = 2**24, 2**21, 2**10
 
 
-def product(spec: QuantizedDot, operands: Operands) -> jax.Array:
+def product(spec: QuantizedDot, operands: Arrays) -> jax.Array:
     """The product of checked operands, with its derivative."""
     y = QUANTIZED_DOT.bind(spec, operands._replace(x_carrier=None, weight_carrier=None))
     (y,) = CONVENTION(spec, [y], operands)
@@ -51,7 +53,7 @@ class ProductCall(Call):
     """A product, by the types of its operands."""
 
     spec: QuantizedDot
-    operands: Operands
+    operands: Operands[ShapedArray]
     platforms = ("cuda",)
 
     @property
@@ -59,7 +61,7 @@ class ProductCall(Call):
         return self.spec.native_for
 
     @property
-    def lengths(self) -> tuple[tuple[Any, ...], Any, Any]:
+    def lengths(self) -> tuple[tuple[int, ...], int, int]:
         """Those of the rows of the result, the number of its columns, and that of products in a sum."""
         spec, batch = self.spec, self.spec.batch
         x, weights = self.operands.x.shape[batch:], self.operands.weights.shape[batch:]
@@ -117,7 +119,7 @@ def unfit(program: Program) -> str | None:
     return ffi.why_no_cublaslt()
 
 
-def _operands(tree: Any, leaves: Any) -> Operands:
+def _operands(tree: PyTreeDef, leaves: Sequence[T_co]) -> Operands[T_co]:
     return Operands(*jax.tree.unflatten(tree, leaves))
 
 
@@ -126,17 +128,17 @@ class Product(Still):
 
     is_product = True
 
-    def bind(self, spec: QuantizedDot, operands: Operands) -> jax.Array:
+    def bind(self, spec: QuantizedDot, operands: Arrays) -> jax.Array:
         (y,) = rules.bind(self.primitive, tuple(operands), spec=spec)
         return y
 
-    def formula(self, *leaves: Any, tree: Any, spec: QuantizedDot) -> list[jax.Array]:
+    def formula(self, *leaves: jax.Array, tree: PyTreeDef, spec: QuantizedDot) -> list[jax.Array]:
         return [formula.forward(spec, _operands(tree, leaves))]
 
-    def call(self, *types: Any, tree: Any, spec: QuantizedDot) -> ProductCall:
+    def call(self, *types: ShapedArray, tree: PyTreeDef, spec: QuantizedDot) -> ProductCall:
         return ProductCall(spec, _operands(tree, types))
 
-    def native(self, platform: str, ctx: Any, *leaves: Any, tree: Any, spec: QuantizedDot) -> Sequence[Any]:
+    def native(self, platform: str, ctx: Context, *leaves: Value, tree: PyTreeDef, spec: QuantizedDot) -> Values:
         ctx, values = lowering.replaced(functools.partial(_matrices, spec, tree), ctx, leaves)
         types, taken = list(ctx.avals_in), list(values)
         for place, is_first in ((0, spec.x_first), (2, spec.weights_first)):
@@ -154,7 +156,7 @@ class Product(Still):
             attributes={"has_bias": len(taken) > 4, "fast_accumulation": spec.accumulates_fast()},
         )
 
-    def of_shard(self, *leaves: Any, tree: Any, spec: QuantizedDot) -> list[jax.Array]:
+    def of_shard(self, *leaves: jax.Array, tree: PyTreeDef, spec: QuantizedDot) -> list[jax.Array]:
         """Of a device's part of what is summed: the results are added up, as XLA adds up those of its own products."""
         operands = _operands(tree, leaves)
         assert spec.shards is not None
@@ -162,26 +164,23 @@ class Product(Still):
         y = spec.shards.sum(part)
         return [y if operands.bias is None else formula.with_bias(y, operands.bias).astype(spec.out_dtype)]
 
-    def dim_maps(self, types: Any, *, spec: QuantizedDot) -> CallMaps:
+    def dim_maps(self, types: Record, *, spec: QuantizedDot) -> CallMaps:
         """The axes of a product are those of x's rows, those that are summed, and the outputs."""
-        operands = Operands(*types)
+        operands: Operands[ShapedArray] = Operands(*types)
         *axes, columns = range(operands.x.ndim + 1)
         rows, summed = tuple(axes[: len(axes) - spec.summed]), tuple(axes[len(axes) - spec.summed :])
         x: DimMap = (*summed, *rows) if spec.x_first else (*rows, *summed)
         weights: DimMap = (*summed, columns) if spec.weights_first else (columns, *summed)
-        maps = Operands(x, weights, (columns, None), (*rows, None), (columns,), x, weights)
 
-        def of(array: Any, dim_map: DimMap) -> DimMap:  # of what is the same for all rows or outputs, too
+        def of(array: ShapedArray, dim_map: DimMap) -> DimMap:  # of what is the same for all rows or outputs, too
             return tuple(None if n == 1 else axis for n, axis in zip(array.shape, dim_map, strict=True))
 
-        scales = maps._replace(
-            weight_scales=of(operands.weight_scales, maps.weight_scales),
-            x_scales=None if operands.x_scales is None else of(operands.x_scales, maps.x_scales),
-        )
-        given = [dim_map for array, dim_map in zip(operands, scales, strict=True) if array is not None]
+        given = [x, weights, of(operands.weight_scales, (columns, None))]
+        given += [] if operands.x_scales is None else [of(operands.x_scales, (*rows, None))]
+        given += [] if operands.bias is None else [(columns,)]
         return CallMaps(columns + 1, given, [(*rows, columns)], [()], [None])
 
-    def batch(self, leaves: Any, axes: Any, *, tree: Any, spec: QuantizedDot) -> tuple[Any, Any]:
+    def batch(self, leaves: Leaves, axes: Axes, *, tree: PyTreeDef, spec: QuantizedDot) -> Batched:
         operands, batch = _operands(tree, leaves), _operands(tree, axes)
         front = _operands(tree, rules.examples_first(leaves, axes))
         is_of_rows = rules.all_none((batch.weights, batch.weight_scales, batch.bias))
@@ -195,23 +194,23 @@ class Product(Still):
         return [self.bind(with_rows(spec), operands._replace(x=x, x_scales=scales))], [0]
 
 
-def _matrices(spec: QuantizedDot, tree: Any, *leaves: Any) -> list[jax.Array]:
+def _matrices(spec: QuantizedDot, tree: PyTreeDef, *leaves: jax.Array) -> list[jax.Array]:
     """What a kernel takes: x and its scales, the weights and theirs, and the bias; what is summed is one axis, in its
     place, of which zeros are no part."""
     x, weights, weight_scales, x_scales, bias, *_ = _operands(tree, leaves)
-    rows, columns, depth = ProductCall(spec, _operands(tree, leaves)).lengths
+    rows, columns, depth = ProductCall(spec, _operands(tree, list(map(jax.typeof, leaves)))).lengths
     count = math.prod(rows)
 
-    def matrix(array: jax.Array, others: Any, *, is_first: bool) -> jax.Array:
-        array = array.reshape((-1, others) if is_first else (*others, -1)) if spec.summed != 1 else array
+    def matrix(array: jax.Array, others: tuple[int, ...], *, is_first: bool) -> jax.Array:
+        array = array.reshape((-1, *others) if is_first else (*others, -1)) if spec.summed != 1 else array
         missing = depth - array.shape[0 if is_first else -1]
         widths = [(0, missing), (0, 0)] if is_first else [*[(0, 0)] * (array.ndim - 1), (0, missing)]
         return jnp.pad(array, widths) if missing else array
 
-    x = matrix(x, count if spec.x_first else rows, is_first=spec.x_first)
-    weights = matrix(weights, columns if spec.weights_first else (columns,), is_first=spec.weights_first)
-    ones = jnp.ones((), np.float32)
     lengths = (count,) if spec.x_first else rows
+    x = matrix(x, lengths, is_first=spec.x_first)
+    weights = matrix(weights, (columns,), is_first=spec.weights_first)
+    ones = jnp.ones((), np.float32)
     x_scales = jnp.broadcast_to(ones if x_scales is None else x_scales, (*lengths, 1))
     weight_scales = jnp.broadcast_to(weight_scales, (columns, 1))
     return [x, x_scales, weights, weight_scales, *([] if bias is None else [bias])]
@@ -221,25 +220,24 @@ class _Transpose(Inner):
     """A matrix of float8 with its axes swapped, in a program that XLA splits. XLA's own code moves less than a third of
     what a copy does within a step."""
 
-    def formula(self, *operands: jax.Array, tree: Any, spec: Spec) -> list[jax.Array]:
+    def formula(self, *operands: jax.Array, tree: PyTreeDef, spec: Spec) -> list[jax.Array]:
         (array,) = operands
         return [jnp.moveaxis(array, -1, 0)]
 
-    def native(self, platform: str, ctx: Any, *operands: Any, tree: Any, spec: Spec) -> Any:
+    def native(self, platform: str, ctx: Context, *operands: Value, tree: PyTreeDef, spec: Spec) -> Values:
         *rows, columns = ctx.avals_in[0].shape
         ctx, operands = lowering.replaced(lambda array: [array.reshape(-1, columns)], ctx, operands)
-        (result,), (matrix,) = ctx.avals_out, ctx.avals_in
+        (matrix,) = ctx.avals_in
         swapped = matrix.update(shape=matrix.shape[::-1])
         values = ffi.call(platform, TRANSPOSE, ctx.replace(avals_out=[swapped]), operands, attributes={})
-        return mlir.lower_fun(lambda array: [array.reshape(columns, *rows)])(
-            ctx.replace(avals_in=[swapped], avals_out=[result]), *values
-        )
+        ctx = ctx.replace(avals_in=[swapped])
+        return lowering.replaced(lambda array: [array.reshape(columns, *rows)], ctx, values)[1]
 
-    def dim_maps(self, types: Any, *, spec: Spec) -> CallMaps:
+    def dim_maps(self, types: Sequence[ShapedArray], *, spec: Spec) -> CallMaps:
         *rows, columns = range(types[0].ndim)
         return CallMaps(columns + 1, [(*rows, columns)], [(columns, *rows)], [()], [None])
 
-    def lower_split(self, ctx: Any, value: Any, lies: Any, result: Any) -> Any:
+    def lower_split(self, ctx: Context, value: Value, lies: ShapedArray, result: ShapedArray) -> Value:
         """The array of the type `result` of one that lies as of this type."""
         ctx, tree = ctx.replace(avals_in=[lies], avals_out=[result]), jax.tree.structure((0,))
         (swapped,) = partition.lower("cuda", self.primitive, ctx, value, tree=tree, in_place=False, spec=Spec())
@@ -247,7 +245,7 @@ class _Transpose(Inner):
 
 
 class _QuantizedDot(Product):
-    def described(self, *types: Any, tree: Any, spec: QuantizedDot) -> Described:
+    def described(self, *types: ShapedArray, tree: PyTreeDef, spec: QuantizedDot) -> Described:
         operands = _operands(tree, types)
         return Described("quantized_dot", operands, "forward", ProductCall(spec, operands))
 
@@ -255,7 +253,9 @@ class _QuantizedDot(Product):
 class _Convention(Convention):
     rows = ("x", "x_scales", "x_carrier")
 
-    def tangents(self, spec: QuantizedDot, results: Any, operands: Operands, dots: Operands, **_: Any) -> list[Any]:
+    def tangents(
+        self, spec: QuantizedDot, results: Leaves, operands: Arrays, dots: Operands[jax.Array | None]
+    ) -> list[jax.Array | None]:
         x_moves = dots.x is not None and operands.x_scales is None
         moves = x_moves or not rules.all_none((dots.bias, dots.x_carrier, dots.weight_carrier))
         return [formula.tangent(spec, operands, dots) if moves else None]
@@ -267,11 +267,7 @@ CONVENTION = _Convention("jaxnorm_quantized_dot_derivative")
 registry.add_types(QuantizedDot, Spec)
 
 
-def _of_request(request: Request) -> ProductCall:
-    return ProductCall(QuantizedDot(out_dtype=request.out_dtype), _requested(request))
-
-
-def _requested(request: Request) -> Operands:
+def _requested(request: Request) -> Operands[Any]:
     """x by weights of its dtype, or of int8 where x is an array."""
     (*rows, depth), columns = request.shape, request.columns
     is_quantized = request.dtype.itemsize == 1
@@ -291,7 +287,7 @@ def _arguments(request: Request) -> dict[str, Any]:
 registry.add_functions(
     Function(
         "quantized_dot",
-        call=_of_request,
+        call=lambda request: ProductCall(QuantizedDot(out_dtype=request.out_dtype), _requested(request)),
         arguments=_arguments,
         dtypes=tuple(map(jnp.dtype, ("float8_e4m3fn", "float8_e5m2", "int8", "bfloat16", "float16", "float32"))),
         out_dtypes=tuple(map(jnp.dtype, ("bfloat16", "float16", "float32"))),
