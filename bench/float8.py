@@ -8,7 +8,6 @@ widths; parameters and AdamW's state are float32. Every product but the last is 
     bf16          of bfloat16
     rows          `float8_linear`
     wide dw       the same, with the kernel's gradient in bfloat16
-    tensor        as rows, with one scale for each tensor
     fused         as rows, of what norms and gates have rounded
     fast          as fused, with fast accumulation for all products
 
@@ -35,7 +34,6 @@ VARIANT, ROUNDING, OF_ROUNDED = "jaxnorm-default", "jaxnorm-float8", ("fused", "
 RECIPES = {
     "rows": Float8Recipe(),
     "wide dw": Float8Recipe(weight_gradient="compute"),
-    "tensor": Float8Recipe(scaling="tensor"),
     "fused": Float8Recipe(),
     "fast": Float8Recipe(fast_accumulation=("y", "dx", "dw")),
 }

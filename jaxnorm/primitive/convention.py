@@ -27,7 +27,6 @@ class ProductSpec(Spec):
     """What is static about a product, or an op that is made of some."""
 
     out_dtype: np.dtype
-    scaling: str = "row"  # what has a scale: a row of x and an output, or a whole tensor
     out_spec: PartitionSpec | None = None  # of y over an Explicit mesh, where both matrices do not say it
     wants_all_digits: bool = False  # of a sum, by `jax.default_matmul_precision`
     batch: int = 0  # how many leading axes every operand has that vmap made, 1 long where it has no batch
@@ -83,7 +82,7 @@ class Convention(Rules):
         results, front = jax.tree.unflatten(tree, rules.examples_first(leaves, axes))
         results = tuple(jnp.broadcast_to(result, (size, *result.shape[1:])) for result in results)
         others = [axis for name, axis in batch._asdict().items() if name not in self.rows]
-        if self.rows and not spec.batch and spec.scaling == "row" and all_none(jax.tree.leaves(others)):
+        if self.rows and not spec.batch and all_none(jax.tree.leaves(others)):
             lengths = results[0].shape[:-1]
             of_rows = {name: getattr(front, name) for name in self.rows}
             whole = jax.tree.map(lambda array: jnp.broadcast_to(array, (*lengths, array.shape[-1])), of_rows)

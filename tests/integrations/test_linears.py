@@ -109,8 +109,7 @@ def test_a_layer_is_the_product_of_the_same_arrays(api, pair, dtype):
 
 RECIPES = {
     "default": Float8Recipe(),
-    "tensor": Float8Recipe(scaling="tensor"),
-    "other": Float8Recipe("tensor", "compute", power_of_two=True, save="inputs"),
+    "other": Float8Recipe("compute", power_of_two=True, save="inputs"),
 }
 
 

@@ -131,8 +131,7 @@ def rounded(y, quantization, static_scale=None):
 
 
 def _values(v, recipe, axes):
-    """v with a scale for what lies along these axes, or one for all, in float8; and the scales."""
-    axes = axes if recipe.scaling == "row" else tuple(range(v.ndim))
+    """v with a scale for what lies along these axes, in float8; and the scales."""
     scales = jnp.abs(v).max(axes, keepdims=True, initial=0.0) / 448.0
     scales = jnp.exp2(jnp.ceil(jnp.log2(scales))) if recipe.power_of_two else scales
     values = jnp.clip(v / jnp.where(scales == 0, 1, scales), -448.0, 448.0).astype("float8_e4m3fn")
@@ -153,13 +152,12 @@ def _float8_product(recipe, x, kernel):
 def _float8_gradients(recipe, kept, dy):
     a, of_rows, b, of_columns = kept
     rows = tuple(range(dy.ndim - 1))
-    by_tensor = recipe.scaling == "tensor"
-    u, of_u = _values(dy if by_tensor else dy * of_columns, recipe, -1)
-    v, of_v = _values(dy if by_tensor else dy * of_rows, recipe, rows)
-    dx = u @ b.T * of_u * (of_columns if by_tensor else 1)
+    u, of_u = _values(dy * of_columns, recipe, -1)
+    v, of_v = _values(dy * of_rows, recipe, rows)
+    dx = u @ b.T * of_u
     if recipe.weight_gradient == "compute":
         return dx, jnp.einsum("...k,...n->kn", a * of_rows, dy)
-    return dx, jnp.einsum("...k,...n->kn", a, v) * of_v.reshape(-1) * (of_rows.reshape(-1) if by_tensor else 1)
+    return dx, jnp.einsum("...k,...n->kn", a, v) * of_v.reshape(-1)
 
 
 float8_product.defvjp(_float8_product, _float8_gradients)

@@ -42,7 +42,7 @@ def test_it_is_quantized_dot_of_what_is_quantised():
     np.testing.assert_array_equal(float8_linear(x, kernel, bias=bias), quantized_dot(x_8, kernel_8, bias=bias))
 
 
-@pytest.mark.parametrize("recipe", [Float8Recipe(power_of_two=True), Float8Recipe("tensor", power_of_two=True)])
+@pytest.mark.parametrize("recipe", [Float8Recipe(power_of_two=True)])
 def test_a_dy_of_few_bits_is_not_rounded(recipe):
     x, kernel, bias, dy = operands()
     dy = jnp.round(dy)

@@ -27,7 +27,6 @@ E4M3 = to("float8_e4m3fn")
 RECIPES = {
     "default": Float8Recipe(),
     "inputs": Float8Recipe(save="inputs"),
-    "tensor": Float8Recipe(scaling="tensor"),
     "wide weight gradient": Float8Recipe(weight_gradient="compute"),
     "powers of two": Float8Recipe(power_of_two=True),
 }
@@ -59,9 +58,7 @@ class Form:
 
 
 def of_recipe(recipe):
-    how = to("float8_e4m3fn", recipe.scaling.replace("row", "token"))
-    if recipe.scaling == "row":
-        how = dataclasses.replace(how, power_of_two=recipe.power_of_two)
+    how = dataclasses.replace(E4M3, power_of_two=recipe.power_of_two)
     return Form(recipe, how, how)
 
 
@@ -118,17 +115,12 @@ def rounded(how, array, axes):
     """What an array stands for that is quantised with a scale for what lies along these axes, in float64."""
     if how is None:
         return f64(array)
-    if how.granularity == "token":
-        values, scales = array_by_numpy(array, how, axes)
-    else:  # as XLA divides
-        values, scales = jax.tree.leaves(quantize(array, how, axis=tuple(range(array.ndim))))
+    values, scales = array_by_numpy(array, how, axes)
     return f64(values.astype(jnp.float32)) * f64(scales)
 
 
 def folded(how, dy, factor, axes, along):
     """dy as it is rounded for one product, in float64, without the scales of the other factor that went into it."""
-    if how.granularity == "tensor":
-        return rounded(how, dy, axes)
     _, scales = array_by_numpy(factor, how, along)
     scales = jnp.where(jnp.abs(factor).max(along, keepdims=True) == 0, 0, scales)
     with np.errstate(invalid="ignore"):
@@ -280,7 +272,7 @@ def of_each(function, axes, args, size=3):
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *map(of_one, range(size)))
 
 
-# Of what all examples share the gradients are summed: where each tensor has a scale, each example's has its own.
+# Of what all examples share the gradients are summed.
 @cover(axes=AXES, form=FORMS)
 def test_gradients_of_examples(axes, form):
     args = examples_of(axes)

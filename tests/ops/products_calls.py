@@ -18,7 +18,6 @@ from ops.products import E4M3
 X, KERNEL, BIAS = draw("x", (2, 3, 64)), draw("kernel", (64, 48)), draw("bias", (48,))
 Q8, TO_INT8 = quantize(X, E4M3), to("int8")
 W, KERNEL_8, AXES_OF_DOT = KERNEL.T, quantize_kernel(KERNEL, TO_INT8), (((2,), (0,)), ((), ()))
-TENSOR, ONE_SCALE = Float8Recipe("tensor"), "the recipe has one scale for each tensor"
 NATIVE = {"implementation": "native"}
 BAD_OF_DOT_GENERAL = {
     "batch axes": ((X, draw("k", (2, 64, 48)), (((2,), (1,)), ((0,), (0,)))), {}, ValueError, "batch axes .*jax.vmap"),
@@ -27,7 +26,6 @@ BAD_OF_DOT_GENERAL = {
     "a quantised x": ((Q8, KERNEL, AXES_OF_DOT), {}, TypeError, "use jaxnorm.float8_linear"),
 }
 BAD_RECIPES = {
-    "scaling": ((), {"scaling": "block"}, ValueError, "unknown scaling 'block'; expected 'row' or 'tensor'"),
     "weight gradient": ((), {"weight_gradient": "bfloat16"}, ValueError, "unknown weight_gradient 'bfloat16'"),
     "save": ((), {"save": None}, ValueError, "unknown save None; expected 'quantized' or 'inputs'"),
     "no flag": ((), {"power_of_two": 1}, TypeError, "power_of_two must be a bool"),
@@ -61,9 +59,9 @@ def test_float64_is_refused(argument):
 
 
 def test_a_recipe_is_its_values():
-    recipe = Float8Recipe("tensor", fast_accumulation=("dx", "y", "y"))
-    assert recipe == Float8Recipe("tensor", fast_accumulation=("y", "dx"))
-    assert recipe != Float8Recipe("tensor")
+    recipe = Float8Recipe("compute", fast_accumulation=("dx", "y", "y"))
+    assert recipe == Float8Recipe("compute", fast_accumulation=("y", "dx"))
+    assert recipe != Float8Recipe("compute", fast_accumulation=("y",))
     assert hash(recipe) == hash(dataclasses.replace(recipe))
     assert jax.tree.leaves((recipe, recipe.dot_general)) == []
     assert recipe.dot_general == dataclasses.replace(recipe).dot_general
@@ -72,11 +70,10 @@ def test_a_recipe_is_its_values():
 
 
 def test_a_recipe_by_torchaos_name():
-    assert Float8Recipe.named("tensorwise") == TENSOR
     assert Float8Recipe.named("rowwise") == Float8Recipe(power_of_two=True)
     assert Float8Recipe.named("rowwise_with_gw_hp") == Float8Recipe(weight_gradient="compute")
-    with pytest.raises(ValueError, match=r"^Float8Recipe.named: unknown recipe 'mx'; expected 'tensorwise', 'rowwise'"):
-        Float8Recipe.named("mx")
+    with pytest.raises(ValueError, match=r"^Float8Recipe.named: unknown recipe 'tensorwise'; expected 'rowwise'"):
+        Float8Recipe.named("tensorwise")
 
 
 def test_the_dtype_of_the_result():
@@ -160,11 +157,6 @@ def loss(x, kernel, bias=None, **options):
 def test_an_explanation_on_a_cpu_names_the_platform():
     calls = jaxnorm.explain(jax.grad(loss, (0, 1)), X, KERNEL)
     assert [call.on("cpu").why for call in calls] == ["there is a kernel for cuda, none for cpu"] * 2
-
-
-def test_an_explanation_names_the_recipe():
-    whys = explained(jax.grad(partial(loss, recipe=TENSOR), (0, 1)), X, KERNEL)
-    assert whys == [f"{ONE_SCALE}, with which XLA makes the products"] * 2
 
 
 # The contraction of dw goes over the tokens, 6 here.

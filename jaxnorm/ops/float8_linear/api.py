@@ -22,7 +22,6 @@ from jaxnorm.ops.options import DIRECTIONS, Implementation
 from jaxnorm.primitive import decide
 from jaxnorm.quantization import Quantized
 
-Scaling = Literal["row", "tensor"]
 WeightGradient = Literal["float8", "compute"]
 Save = Literal["quantized", "inputs"]
 OutSharding = NamedSharding | PartitionSpec | None
@@ -33,11 +32,10 @@ OutSharding = NamedSharding | PartitionSpec | None
 class Float8Recipe:
     """How `float8_linear` rounds and what it keeps: hashable, equal by value, static for `jax.jit`.
 
-    All values are float8_e4m3fn, and a scale is the largest magnitude over 448, as `quantize` has them.
+    All values are float8_e4m3fn, and the scale of a row of x and of dy, or of a column of the kernel, is its largest
+    magnitude over 448, as `quantize` has them.
 
     Args:
-      scaling: what shares a scale. "row": a row of x and of dy, a column of the kernel. "tensor": everything, by XLA's
-        own products.
       weight_gradient: "float8": its product is one of float8 too. "compute": it is one in the dtype of x and dy, and
         dy is not rounded for it.
       fast_accumulation: which of the products "y", "dx" and "dw" may be summed up with fewer digits than float32 has,
@@ -50,14 +48,12 @@ class Float8Recipe:
       ValueError, TypeError: an option is none of those above.
     """
 
-    scaling: Scaling = "row"
     weight_gradient: WeightGradient = "float8"
     fast_accumulation: tuple[str, ...] = ("y",)
     power_of_two: bool = False
     save: Save = "quantized"
 
     def __post_init__(self) -> None:
-        check_one_of("Float8Recipe", "scaling", self.scaling, ("row", "tensor"))
         check_one_of("Float8Recipe", "weight_gradient", self.weight_gradient, ("float8", "compute"))
         check_one_of("Float8Recipe", "save", self.save, ("quantized", "inputs"))
         object.__setattr__(self, "fast_accumulation", checks.check_fast_accumulation(self.fast_accumulation))
@@ -67,7 +63,7 @@ class Float8Recipe:
     def named(cls, name: str) -> "Float8Recipe":
         """The recipe that is nearest to torchao's of `Float8LinearConfig.from_recipe_name(name)`.
 
-        "tensorwise", "rowwise", whose scales are powers of two, or "rowwise_with_gw_hp"; another is a ValueError.
+        "rowwise", whose scales are powers of two, or "rowwise_with_gw_hp"; another is a ValueError.
         """
         return NAMED[check_one_of("Float8Recipe.named", "recipe", name, tuple(NAMED))]
 
@@ -79,7 +75,6 @@ class Float8Recipe:
 
 # https://docs.pytorch.org/ao/main/api_reference/generated/torchao.float8.Float8LinearRecipeName.html
 NAMED = {
-    "tensorwise": Float8Recipe(scaling="tensor"),
     "rowwise": Float8Recipe(power_of_two=True),
     "rowwise_with_gw_hp": Float8Recipe(weight_gradient="compute"),
 }
@@ -207,7 +202,6 @@ def linear(
     weights = checks.check_kernel(function, kernel, values.shape)
     spec = Float8Linear(
         out_dtype=checks.check_out_dtype(function, out_dtype, x),
-        scaling=recipe.scaling,
         weight_gradient=recipe.weight_gradient,
         fast_accumulation=recipe.fast_accumulation,
         power_of_two=recipe.power_of_two,

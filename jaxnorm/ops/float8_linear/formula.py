@@ -46,7 +46,6 @@ class Float8Linear(ProductSpec):
             wants_all_digits=self.wants_all_digits,
             native_for=self.native_in(direction),
             fast_accumulation=name in self.fast_accumulation,
-            scaling=self.scaling,
             batch=self.batch,
             summed=rows,
             x_first=name == "dw",
@@ -107,9 +106,8 @@ def live(values: jax.Array, scales: jax.Array) -> jax.Array:
 
 
 def rounded_along(spec: Float8Linear, array: jax.Array, axes: tuple[int, ...]) -> Rounded:
-    """The array in float8, with a scale for what lies along these axes, or one for all."""
+    """The array in float8, with a scale for what lies along these axes."""
     v = lax.stop_gradient(array).astype(np.float32)
-    axes = axes if spec.scaling == "row" else tuple(range(v.ndim))
     quantization, amax = Quantization(FLOAT8, power_of_two=spec.power_of_two), rounding.largest_magnitude(v, axes)
     scales = rounding.scale_of(quantization, amax)
     return Rounded(rounding.values_of(quantization, v, scales, v.shape), jnp.where(amax == 0, 0, scales))

@@ -45,9 +45,9 @@ class RoundCall(Call):
 
     def unserved(self, platform: str) -> str | None:
         is_known = all(isinstance(length, int) and length > 0 for length in self.array.shape)
-        if self.spec.scaling == "row" and is_known and math.prod(self.array.shape[:-1]) <= reasons.MOST_ROWS:
+        if is_known and math.prod(self.array.shape[:-1]) <= reasons.MOST_ROWS:
             return None
-        return f"no kernel rounds {self.array.shape} by {self.spec.scaling}"
+        return f"no kernel rounds {self.array.shape}"
 
     def left_out(self, platform: str) -> str | None:
         how = self.spec.formula_in(self.direction)
@@ -67,9 +67,8 @@ class _Round(Still):
         if not {*x.sharding.mesh.axis_types} <= {AxisType.Auto}:
             return super().abstract(*operands, spec=spec, **how)
         (*rows, columns), ones = x.shape, (1,) * (x.ndim - 1)
-        scaled_rows, scaled_columns = (rows, columns) if spec.scaling == "row" else (ones, 1)
-        by_rows = [x.shape, (*scaled_rows, 1)] if how.get("rows", place is None) else []
-        shapes = by_rows if place is None else [*by_rows, (columns, *rows), (*ones, scaled_columns)]
+        by_rows = [x.shape, (*rows, 1)] if how.get("rows", place is None) else []
+        shapes = by_rows if place is None else [*by_rows, (columns, *rows), (*ones, columns)]
         dtypes = (FLOAT8, np.dtype(np.float32)) * 2
         return [x.update(shape=n, dtype=dtype, weak_type=False) for n, dtype in zip(shapes, dtypes, strict=False)]
 
@@ -121,7 +120,7 @@ class _Rows(_Round):
         return ffi.call("cuda", ROWS, ctx, operands, attributes=attributes)
 
     def batch(self, operands: Leaves, axes: Axes, *, spec: Float8Linear, direction: str) -> Batched:
-        if spec.scaling == "tensor" or not all_none(axes[1:]):
+        if not all_none(axes[1:]):
             return super().batch(operands, axes, spec=spec, direction=direction)
         front = examples_first(operands[:1], axes[:1])
         return at_front(self.primitive.bind(*front, *operands[1:], spec=spec, direction=direction))

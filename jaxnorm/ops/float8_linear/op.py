@@ -185,9 +185,6 @@ def _rounded(
     """
     if x is None and kernel is None:
         return None, None
-    if spec.scaling == "tensor":  # both products take the same
-        values, scales = kernels.by_rows(spec, dy, "backward")
-        return kernel and Rounded(values, scales), x and Rounded(jnp.moveaxis(values, -1, 0), scales)
     of_columns = None if kernel is None or kernel.scales.size == 1 else kernel.scales[0]
     of_rows = None if x is None or x.scales.size == 1 else x.scales
     return kernels.gradient(spec, dy, of_columns, of_rows, (kernel is not None, x is not None))

@@ -75,8 +75,6 @@ class ProductCall(Call):
     def nowhere(self) -> str | None:
         spec, x, weights, bias = self.spec, self.operands.x, self.operands.weights, self.operands.bias
         _, *lengths = self.lengths
-        if spec.scaling == "tensor":
-            return "the recipe has one scale for each tensor, with which XLA makes the products"
         if not {x.dtype, weights.dtype} <= FLOAT8:
             return f"x is {x.dtype} and the kernel {weights.dtype}, and cuBLASLt is taken for float8"
         if spec.wants_all_digits:
@@ -184,7 +182,7 @@ class Product(Still):
         operands, batch = _operands(tree, leaves), _operands(tree, axes)
         front = _operands(tree, rules.examples_first(leaves, axes))
         is_of_rows = rules.all_none((batch.weights, batch.weight_scales, batch.bias))
-        if spec.batch or spec.x_first or spec.scaling == "tensor" or not is_of_rows:
+        if spec.batch or spec.x_first or not is_of_rows:
             return [self.bind(with_examples(spec), front)], [0]
         # Examples of rows are rows.
         size = rules.batch_size(leaves, axes)
