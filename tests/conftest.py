@@ -134,7 +134,7 @@ def has(config):
         "clone": (Path(__file__).parents[1] / ".git").exists(),
         "plugin": deviceless.has_plugin() and is_built("gpu") and not on_gpu,
         "browser": shutil.which("chromium") is not None,
-        "toys": not on_gpu and shutil.which("g++") is not None,  # the native part of the toy op
+        "toys": is_platform_with_kernels() and not on_gpu and shutil.which("g++") is not None,  # of the toy op
         "build": shutil.which("cmake") is not None,
         "several": jax.device_count() > 1,  # spread over devices
         "gpu": on_gpu,
@@ -152,6 +152,7 @@ def pytest_collection_modifyitems(config, items):
     def runs(item):
         needs = [mark.args[0] for mark in item.iter_markers("needs")]
         needs += ["several"] * ("devices" in item.fixturenames)
+        needs += ["kernels"] * ("native" in item.name or "a kernel" in item.name)
         if "cuda" in needs:
             item.add_marker("on_emulator")
         if item.get_closest_marker("deviceless"):

@@ -1,14 +1,16 @@
 """What the build compiles for and with, without compiling."""
 
 import ctypes
-import importlib.util
+import importlib.metadata
 import os
 import stat
 import subprocess
 import sys
 import tomllib
+import zipfile
 from pathlib import Path
 
+import cuda_wheels
 import pytest
 from internals import fit
 
@@ -18,16 +20,6 @@ ROOT = Path(__file__).parents[1]
 CUDA_13, COMMON = "75 80 86 87 88 89 90 100 110 103 120 121", "80-real 90-real 100"
 
 with_cmake = pytest.mark.needs("build")
-
-
-def load(name):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-cuda_wheels = load("cuda_wheels")
 
 
 def cmake(tmp_path, file, *lines):
@@ -119,8 +111,9 @@ def test_an_object_is_kept_by_what_it_is_of(tmp_path):
         (place / "value.h").write_text(f"#define VALUE {value}\n")
         (place / "f.cc").write_text(f'#include "value.h"\nint {name}() {{ return VALUE; }}\n')
         command = f"{ROOT}/tools/compile_once c++ {option} -isystem {place} -MD -MT f.o -MF f.d -o f.o -c {place}/f.cc"
-        environment = {**os.environ, "JAXNORM_OBJECTS": str(tmp_path / "objects")}
-        subprocess.run(command.split(), cwd=place, env=environment, check=True)
+        subprocess.run(
+            command.split(), cwd=place, env=os.environ | {"JAXNORM_OBJECTS": f"{tmp_path}/objects"}, check=True
+        )
         assert f"{place}/value.h" in (place / "f.d").read_text()
         objects = [path.read_bytes() for path in (tmp_path / "objects").iterdir()]
         assert (place / "f.o").read_bytes() in objects
@@ -281,3 +274,24 @@ def test_one_place_has_the_version():
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     assert jaxnorm.__version__ in (version, "unknown")  # it was never installed
     assert f"\n## {version}\n" in (ROOT / "docs" / "changelog.md").read_text()
+
+
+@pytest.mark.needs("clone")
+def test_the_wheel_without_kernels(tmp_path):
+    """It has no native module, the installed wheel's metadata, and README with links that lead somewhere."""
+    options = {"wheel.cmake": "false", "wheel.py-api": "py3"}
+    build = f"import build_backend; build_backend.build_wheel({str(tmp_path)!r}, {options})"
+    subprocess.run([sys.executable, "-c", build], cwd=ROOT, env=os.environ | {"PYTHONPATH": "tools"}, check=True)
+    (wheel,) = map(zipfile.ZipFile, tmp_path.glob("*-py3-none-any.whl"))
+    assert [name for name in wheel.namelist() if name.endswith(".so")] == []
+    metadata = wheel.read(f"jaxnorm-{jaxnorm.__version__}.dist-info/METADATA").decode()
+    installed = importlib.metadata.distribution("jaxnorm").read_text("METADATA")
+    assert metadata.partition("\n\n")[0] == installed.partition("\n\n")[0]
+    assert metadata.count("](") == metadata.count("](https://")
+
+
+@pytest.mark.needs("clone")
+def test_one_command_names_the_owner():
+    named = (ROOT / "docs" / "releasing.md").read_text().partition("s/OWNER/NAME/g' ")[2].split("\n")[0].split()
+    found = subprocess.run(["git", "grep", "-lw", "--untracked", "OWNER"], cwd=ROOT, capture_output=True, text=True)
+    assert {*found.stdout.split()} <= {*named, "docs/releasing.md", "tests/test_build.py"}

@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import importlib.metadata
 import importlib.util
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,6 +23,7 @@ PARTITIONED = "jaxnorm_partitioned"
 # and used in the loop besides (https://github.com/openxla/xla/pull/45799); of a result behind a barrier it does not.
 DOUBLES_CALLS = jax.__version_info__ == (0, 11, 2)
 WITHOUT_CUDA = "this jaxnorm was built without CUDA"
+WITHOUT_KERNELS = "this is jaxnorm's wheel without kernels (py3-none-any); those for Linux (manylinux_2_28) have them"
 DTYPES = frozenset(map(jax.numpy.dtype, ("float32", "float16", "bfloat16")))
 
 _modules: dict[str, ModuleType] = {}
@@ -45,6 +47,8 @@ def why_not(platform: str) -> str:
         return compat.UNKNOWN
     if _is_broken(platform):
         return f"jaxnorm._{platform} does not load ({_errors[platform]}); install jaxnorm again in this environment"
+    if only_python():
+        return WITHOUT_KERNELS
     if platform == "cuda" and available("cpu"):
         remedy = (
             "; JAXNORM_CUDA=1 pip install . builds it with the CUDA toolkit that is there, JAXNORM_CUDA=pypi "
@@ -55,6 +59,16 @@ def why_not(platform: str) -> str:
         f"jaxnorm._{platform} is not installed: jaxnorm is imported from a source tree that was never built; "
         "pip install . in that tree builds it"
     )
+
+
+@functools.cache
+def only_python() -> bool:
+    """Whether the wheel without kernels is installed, which is for every platform."""
+    try:
+        wheel = importlib.metadata.distribution("jaxnorm").read_text("WHEEL")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return "Root-Is-Purelib: true" in (wheel or "")
 
 
 def _is_broken(platform: str) -> bool:
@@ -72,9 +86,10 @@ def why_nowhere(platform: str) -> str | None:
 def why_unfit(platform: str) -> str | None:
     """Why platform's kernels, which are installed, do not load or do not run on the GPUs that are here; the remedy.
 
-    None where they do. And where no GPU is: what is traced or exported there runs elsewhere.
+    None where they do. And where no GPU is: what is traced or exported there runs elsewhere. The wheel without kernels
+    has its own reason.
     """
-    if _is_broken(platform):
+    if _is_broken(platform) or (platform in _errors and only_python()):
         return why_not(platform)
     if platform != "cuda" or not available(platform):
         return None

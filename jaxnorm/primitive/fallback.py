@@ -1,7 +1,8 @@
 """Where XLA's code runs instead of a kernel: who is told of it, `jaxnorm.explain` and the user who wants to know.
 
 With the environment variable `JAXNORM_WARN_FALLBACK=1` there is a warning, once for each line of the user's code where
-a kernel was to be expected. Where kernels that were built do not load or cannot run there is one always.
+a kernel was to be expected. Where kernels that were built do not load or cannot run, or the wheel has none, there is
+one always.
 """
 
 import contextlib

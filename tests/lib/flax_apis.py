@@ -14,7 +14,7 @@ import pytest
 from cases import ADDS, KINDS, NORMS, bits, draw, draw_gate, draw_residual, draw_up, draw_x
 from coverage import cover
 from hlo import compiled_text, count_native_calls
-from native import native_calls
+from native import is_platform_with_kernels, native_calls
 from quantizing import QUANTIZED
 
 import jaxnorm
@@ -211,7 +211,7 @@ class Layer(NamedTuple):
 
 
 def assert_calls(function, args, expected):
-    assert count_native_calls(compiled_text(function, *args)) == expected
+    assert count_native_calls(compiled_text(function, *args)) == (expected if is_platform_with_kernels() else {})
 
 
 def integers(shape, dtype="float32"):

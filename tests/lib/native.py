@@ -21,7 +21,7 @@ def are_cuda_kernels() -> bool:
 
 
 def is_platform_with_kernels() -> bool:
-    return jax.default_backend() in MODULES
+    return jax.default_backend() in MODULES and not ffi.only_python()
 
 
 @cache

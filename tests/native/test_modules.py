@@ -145,6 +145,11 @@ def test_one_warning_where_a_library_does_not_load(tmp_path):
     assert "jaxnorm._cpu does not load (version `GLIBC_2.99' not found)" in warning
 
 
+def test_one_warning_where_the_wheel_has_no_kernels(tmp_path):
+    (warning,) = told_by(tmp_path, NOT_BUILT + "from jaxnorm.native import ffi; ffi.only_python = lambda: True\n" + USE)
+    assert "this is jaxnorm's wheel without kernels" in warning
+
+
 def test_no_warning_where_nothing_was_built(tmp_path):
     assert told_by(tmp_path, NOT_BUILT + USE) == []
 
