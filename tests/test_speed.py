@@ -84,14 +84,34 @@ def test_quantised_rows_that_vectors_do_not_divide():
     assert calls == [{"jaxnorm_rms_norm_quantized_fwd": 1}, {}]
 
 
-@pytest.mark.parametrize("calls", [0, 1])
-@pytest.mark.parametrize(("function", "few"), [(rms, 64), (add, 64), (layer, 256), (add_layer, 256)])
-def test_few_elements_without_a_gradient(function, few, calls):
-    def count(of):
-        return sum(native_calls(of, row_shapes(function, 4096, few + calls)).values())
+def calls_without_a_gradient(function, shapes):
+    """Those by default, with native by name, and where a gradient may follow."""
+    each = function, partial(function, implementation="native"), lambda *args: jax.vjp(function, *args)
+    return [sum(native_calls(of, shapes).values()) for of in each]
 
-    assert (count(function), count(partial(function, implementation="native"))) == (calls, 1)
-    assert count(lambda *args: jax.vjp(function, *args)) == 1  # a gradient may follow
+
+@pytest.mark.parametrize("calls", [0, 1])
+@pytest.mark.parametrize(("function", "few"), [(add, 64), (add_layer, 256)])
+def test_sums_of_few_elements_without_a_gradient(function, few, calls):
+    assert calls_without_a_gradient(function, row_shapes(function, 4096, few + calls)) == [calls, 1, 1]
+
+
+# XLA fuses a norm with what is around it. Of longer rows a kernel is twice as fast.
+@pytest.mark.parametrize("cols", [1024, 8192, 8200])
+@pytest.mark.parametrize("function", [rms, layer])
+def test_a_norm_without_a_gradient(function, cols):
+    assert calls_without_a_gradient(function, row_shapes(function, cols, 4096)) == [cols > 8192, 1, 1]
+
+
+# As adaLN has them: XLA would have to write what is added for the call, but for `branch_scale`.
+@pytest.mark.parametrize("branch_scale", [False, True])
+def test_a_sum_by_weights_of_examples(branch_scale):
+    shapes = [*[(8, 64, 1024)] * 2, *[(8, 1, 1024)] * (3 if branch_scale else 2)]
+
+    def modulated(x, residual, scale, bias, gate=None, **how):
+        return add_layer(x, residual, scale, bias, branch_scale=gate, **how)
+
+    assert calls_without_a_gradient(modulated, shapes) == [branch_scale, 1, 1]
 
 
 def group_norm(num_groups, channel_axis=-1):
@@ -153,7 +173,7 @@ def test_info_says_so(capsys):
     forward, backward, alone, _ = capsys.readouterr().out.splitlines()[-4:]
     assert forward.startswith("forward           xla, because XLA's code is faster for half types")
     assert "threads" in backward
-    assert "no gradient is taken xla, because XLA's code is faster for RMSNorm of at most 262144 elements" in alone
+    assert "no gradient is taken xla, because XLA's code is faster for RMSNorm of at most 8192 columns" in alone
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from jaxnorm.primitive.addend import add
 from jaxnorm.primitive.batching import Batched
 from jaxnorm.primitive.linear import Linear
 from jaxnorm.primitive.op import AnyOp, Record, RowSpec, Statistics, rows_and_cols
-from jaxnorm.primitive.reasons import RowCall
+from jaxnorm.primitive.reasons import RowCall, is_conditioned
 from jaxnorm.primitive.rules import (
     all_none,
     at_front,
@@ -142,7 +142,8 @@ class Forward(Batched):
     def call(self, *types: Any, tree: Any, spec: RowSpec, with_stats: bool) -> RowCall:
         operands = self._operands(tree, types)
         adds = self._addend(operands) is not None
-        return RowCall(self.op, spec, "forward", self._normalised(operands), adds, with_stats)
+        conditioned = is_conditioned(self.op, spec, operands)
+        return RowCall(self.op, spec, "forward", self._normalised(operands), adds, with_stats, conditioned)
 
     def _addend(self, operands: Record) -> Any:
         return getattr(operands, self.op.addend) if self.op.addend else None

@@ -58,6 +58,7 @@ class RowCall(decide.Call):
     normalised: Any
     adds: bool = False  # whether an addend is added first, or the cotangent of the sum
     differentiated: bool = True
+    conditioned: bool = False
     traced: Traced | None = None
 
     @classmethod
@@ -67,7 +68,7 @@ class RowCall(decide.Call):
         """That of a caller, by the types of the operands."""
         traced = Traced(op, spec, operands)
         normalised, adds = traced.x if traced.addend is None else traced.addend, traced.addend is not None
-        return cls(op, spec, way, normalised, adds, differentiated, traced)
+        return cls(op, spec, way, normalised, adds, differentiated, is_conditioned(op, spec, operands), traced)
 
     @property
     def native_for(self) -> str | None:  # type: ignore[override]
@@ -79,7 +80,8 @@ class RowCall(decide.Call):
         way: Way = "backward" if self.way == "backward" else "forward"
         rows, cols = rows_and_cols(self.spec, x)
         known = rows if isinstance(rows, int) else None
-        return CallRows(platform, way, x.dtype, known, cols, self.adds, tuple(x.shape), self.differentiated)
+        shape = tuple(x.shape)
+        return CallRows(platform, way, x.dtype, known, cols, self.adds, shape, self.differentiated, self.conditioned)
 
     def nowhere(self) -> str | None:
         if self.way == "linear":
@@ -102,6 +104,12 @@ class RowCall(decide.Call):
         if (how := self.spec.formula_in(self.way)) is not None:
             return f"{fallback.ASKED_FOR}{how}"
         return None if self.native_for else slower(self.op, self.spec, self.rows(platform))
+
+
+def is_conditioned(op: AnyOp, spec: RowSpec, operands: Record) -> bool:
+    """Whether weights differ from row to row, and the op's factor is none."""
+    given = {name: a for name, a in operands._asdict().items() if a is not None and op.roles[name].batch == "weight"}
+    return op.factor not in given and any(array.ndim > spec.row_ndim for array in given.values())
 
 
 def unknown_jax(_: Traced) -> str | None:

@@ -43,7 +43,8 @@ class Form:
 
     def rounded(self, x, kernel, **options):
         """x and the kernel; what moves passes through their rounding."""
-        return x if self.x is None else quantize(x, self.x, **options), self.quantise(kernel, self.kernel, **options)
+        x = x if self.x is None else quantize(x, self.x, implementation="xla", **options)
+        return x, self.quantise(kernel, self.kernel, **options)
 
     def __call__(self, x, kernel, bias=None, *, out_dtype=None, **options):
         options |= {"bias": bias, "out_dtype": out_dtype or x.dtype}

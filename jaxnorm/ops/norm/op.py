@@ -43,12 +43,14 @@ TARGETS = tuple(f"jaxnorm_{kind}_norm_{what}" for kind in KINDS for what in ("st
 # columns of rows that vectors do not divide in a cluster's shared memory with pipelines.
 LONGEST = 2**18
 # By `python -m bench model`, docs/benchmarks/models.md: a kernel of its own has neighbours that XLA would have fused
-# with the formula, which is most of the time where there is little to read, as where tokens are decoded. So many
-# elements in all, in rows of so many columns.
-FEW, NARROW = 2**18, 2**13
-# The same of the forward pass of a few hundred tokens with LayerNorm. In one of 512 x 1024, before the sum or after it,
-# or of 256 x 1152 with adaLN, XLA's code is 2 to 6 % of the program faster on an H100; of 4 x 512 x 1024 it is no more.
-FEW_CENTRED = 2**20
+# with the formula. Where no gradient is taken that costs more than the kernel wins, in rows of so many columns (longer
+# ones take XLA twice as long): a norm that adds nothing by itself (forward passes in percent of the whole, bfloat16 and
+# rows of 1024 to 2048, H200, 2026-11-30: post-norm and adaLN with LayerNorm 1.4 and 0.8 slower, pre-norm 1.0 faster,
+# RMSNorm 1.6 slower, each about its scatter); one that adds, where its weights are those of examples and no
+# `branch_scale` keeps XLA from writing what is added (adaLN: 4.7 slower), or there is little to read, as where
+# tokens are decoded. So many elements of RMSNorm; of LayerNorm as in a few hundred tokens: XLA's code is 2 to 6 %
+# faster with 512 x 1024, with 4 x 512 x 1024 no more.
+NARROW, FEW, FEW_CENTRED = 2**13, 2**18, 2**20
 # y, where it is padded, has a last axis of its own.
 PADDED = Role(lambda norm, ndim, _: dims.like_x(ndim) if norm.pad_to == 1 else (*range(ndim - 1), None))
 ROLES = dict.fromkeys(("x", ADDEND, "gate", "sum"), LIKE_X) | dict.fromkeys(("scale", "bias", BRANCH_SCALE), WEIGHT)
@@ -107,20 +109,28 @@ def plan(norm: Norm, operands: Any) -> dict[str, Any]:
     return {"kind": norm.kind, "gated": "first" if norm.gate_first else "last"}
 
 
-def _is_decoded(rows: CallRows, few: int) -> bool:
-    """Whether there is as little to read as where tokens are decoded: less than a launch takes, on a GPU."""
-    little = rows.rows is not None and rows.rows * rows.cols <= few and rows.cols <= NARROW
-    return little and rows.platform == "cuda" and rows.way == "forward" and not rows.differentiated
+def _fused(norm: Norm, rows: CallRows) -> str | None:
+    """Why XLA's code is faster in a forward pass, if it is, which fuses it with what is around it."""
+    if rows.platform != "cuda" or rows.way != "forward" or rows.differentiated or rows.cols > NARROW:
+        return None
+    name, few = ("RMSNorm", FEW) if norm.kind == "rms" else ("LayerNorm", FEW_CENTRED)
+    which = f"of at most {NARROW} columns"
+    if rows.adds and not rows.conditioned:
+        if rows.rows is None or rows.rows * rows.cols > few:
+            return None
+        which = f"of a sum of at most {few} elements"
+    elif rows.adds:
+        which = f"of a sum of at most {NARROW} columns by weights of examples, without branch_scale,"
+    return (
+        f"XLA's code is faster for {name} {which} where no gradient is taken: it fuses the norm with what is around it"
+    )
 
 
 def _slower(norm: Norm, rows: CallRows) -> str | None:
     if norm.x_hat_dtype is not None and rows.way == "forward" and rows.platform == "cuda":
         return f"XLA's code rounds x_hat to {norm.x_hat_dtype} and multiplies it in one pass, a kernel and XLA in two"
-    name, few = ("RMSNorm", FEW) if norm.kind == "rms" else ("LayerNorm", FEW_CENTRED)
-    if _is_decoded(rows, few):
-        return f"XLA's code is faster for {name} of at most {few} elements, which it fuses with what is around it"
-    if speed.vectors_divide(rows):
-        return None
+    if (fused := _fused(norm, rows)) is not None or speed.vectors_divide(rows):
+        return fused
     if rows.way == "backward":
         # Of a sum XLA's code loses for what clusters of eight blocks of RMSNorm hold, and for half types in the shorter
         # rows of LayerNorm.
