@@ -1,5 +1,5 @@
-// An array rounded to 8 bits, as quantization.h says, v being x itself. Values that share a scale are neighbours: a row,
-// or a group of its columns, which is a row here.
+// An array rounded to 8 bits, as quantization.h says; v is x. What shares a scale is a row here: a row of x, or a group
+// of its columns.
 #pragma once
 
 #include "operands.h"
