@@ -246,7 +246,7 @@ def test_an_exported_program(form):
     types = [jax.ShapeDtypeStruct((rows, *a.shape[1:]), a.dtype) for a in (x, dy)]
     function = jax.jit(partial(value_and_gradients, form))
     program = export.export(function, platforms=("cpu", "cuda", "tpu"))(types[0], kernel, bias, types[1])
-    assert not count_native_calls(program.mlir_module())
+    assert {*count_native_calls(program.mlir_module())} <= {"jaxnorm_quantize_fwd"}  # of x, before its product
     read = export.deserialize(program.serialize())
     for count in (1, 5):
         args = x[:count], kernel, bias, dy[:count]

@@ -106,6 +106,14 @@ def test_kernels_of_groups(dtype, x_dtype, cols, size, options):
     assert_same(natively(x, quantization), array_by_numpy(x, quantization))
 
 
+@pytest.mark.needs("memory")
+@pytest.mark.parametrize("shared", [{}, {"granularity": "group"}], ids=str)
+def test_more_elements_than_an_int32_counts(shared):
+    block, function = draw_x((64, 4096), "bfloat16"), jax.jit(quantize, static_argnums=1)
+    q = function(jnp.tile(block, (2**13 + 1, 1)), quantization := Quantization("int8", **shared))
+    assert_same([q.values[-64:], q.scales[-64:]], array_by_numpy(block, quantization))
+
+
 @pytest.mark.parametrize("shape", [(0, 8), (3, 0, 8), (1, 1), (5, 1), (4, 3, 8)], ids=str)
 def test_empty_and_small(shape):
     x = draw("x", shape)
