@@ -15,6 +15,7 @@ OF_MODELS = {
     "group_norm": shapes.IMAGES,
     "gated_activation": shapes.GATES,
     "gated_activation_quantized": shapes.GATES,
+    "quantize": shapes.ROUNDED,
     "float8_linear": shapes.ROUNDED,
     "embedding": shapes.TABLES,
     "segment_sum": (shapes.SEGMENTED,),

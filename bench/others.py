@@ -164,21 +164,25 @@ def gated_activation():
     return Op(lambda how: partial(function, implementation=how), both_halves, moved, is_last=True, **NOT_PURE)
 
 
-def quantized_activation():
-    """To float8 with a scale for each row."""
+def whole(shape, dtype, seed):
+    return draw(seed, dtype, (shape.rows, shape.cols))
 
-    def function(how):
+
+def quantized(function, operands, arrays, **shared):
+    """To float8 with a scale for each row, or for what `shared` says; of so many arrays like the values."""
+
+    def of(how):
         def of_array(x):
-            to = jaxnorm.Quantization(jnp.float8_e4m3fn)
-            result = jaxnorm.gated_activation_quantized(x, quantization=to, implementation=how)
+            to = jaxnorm.Quantization(jnp.float8_e4m3fn, **shared)
+            result = function(x, quantization=to, implementation=how)
             return result.values, result.scales
 
         return of_array
 
     def moved(shape, itemsize):
-        return nbytes(shape, 1, 2 * itemsize + 1)
+        return nbytes(shape, 1, arrays * itemsize + 1)
 
-    return Op(function, lambda *args: (*both_halves(*args)[:2], None), moved, is_last=True, is_rounded=True, **NOT_PURE)
+    return Op(of, lambda *args: (operands(*args)[0], (), None), moved, is_last=True, is_rounded=True, **NOT_PURE)
 
 
 def rounding(way):
@@ -265,7 +269,9 @@ OPS = {
     "qkv_norm_rotary": joint_rotary(),
     "group_norm": group_norm(),
     "gated_activation": gated_activation(),
-    "gated_activation_quantized": quantized_activation(),
+    "gated_activation_quantized": quantized(jaxnorm.gated_activation_quantized, both_halves, 2),
+    "quantize, rows": quantized(jaxnorm.quantize, whole, 1),
+    "quantize, groups of 128": quantized(jaxnorm.quantize, whole, 1, granularity="group"),
     **{f"float8_linear, {way}": rounding(way) for way in ROUNDINGS},
     **{f"embedding, {way}": embedding(ids_of) for way, ids_of in IDS.items()},
     "segment_sum, sorted": segment_sum(is_sorted=True),

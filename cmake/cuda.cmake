@@ -117,7 +117,7 @@ if(JAXNORM_CUDA_ARCHITECTURES STREQUAL JAXNORM_EVERY_ARCHITECTURE)
   # Where there are more cores than units, the longest unit would take minutes more, an architecture after the other.
   target_compile_options(_cuda PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:--threads=2>)
   get_target_property(sources _cuda SOURCES)
-  list(FILTER sources INCLUDE REGEX "quantized[a-z0-9_]*[.]cu$")
+  list(FILTER sources INCLUDE REGEX "quantized?[a-z0-9_]*[.]cu$")
   set(float8 ${JAXNORM_FLOAT8_ARCHITECTURE})
   set_property(SOURCE ${sources} APPEND PROPERTY COMPILE_OPTIONS
                "-gencode=arch=compute_${float8},code=sm_${float8}")

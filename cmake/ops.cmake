@@ -31,6 +31,7 @@ jaxnorm_op(cross_entropy)
 jaxnorm_op(qk_norm_rotary KERNELS qk_norm_rotary_grad:run_qk_norm_rotary_grad APART qk_norm_rotary:run_qk_norm_rotary)
 jaxnorm_op(segment_sum)
 jaxnorm_op(sample)
+jaxnorm_op(quantize)
 jaxnorm_op(quantized_dot)
 jaxnorm_op(float8_linear NEEDS quantized_dot)
 

@@ -24,6 +24,7 @@
 #include "ops/gated_activation/call.h"
 #include "ops/norm/call.h"
 #include "ops/qk_norm_rotary/call.h"
+#include "ops/quantize/call.h"
 #include "ops/sample/call.h"
 #include "ops/segment_sum/call.h"
 #include "ops/softmax/call.h"
@@ -307,6 +308,7 @@ void run_gated_activation(Dtype dtype, int64_t rows, int64_t cols, bool packed, 
     const Array values(Dtype::s8, rows * cols, offset, false), scales(Dtype::f32, rows * (cols / group), 0, false);
     Quantization quantized{values, scales.floats()};
     quantized.group = group, quantized.max_scale = INFINITY;
+    call(QuantizeForward{rows * (cols / group), group, x, quantized}, "quantize");
     call(GatedActivationQuantizedForward{shape, gate, up, quantized, Activation::silu}, "quantised gated activation");
   }
 }

@@ -202,6 +202,7 @@ def test_what_orders_rows_is_told_apart(monkeypatch):
         ("qkv_norm_rotary", (1, 1, 16, 4), {"forward": 6, "backward": 8, "step": 14}),
         ("gated_activation", (9, 300), {"forward": 6, "backward": 10, "step": 16}),
         ("gated_activation_quantized", (9, 300), {"forward": 5}),
+        ("quantize, groups of 128", (9, 384), {"forward": 3}),
         ("float8_linear, rows", (9, 300), {"forward": 3}),
         ("float8_linear, kernel", (9, 300), {"forward": 3}),
         ("float8_linear, gradient", (9, 300), {"forward": 6}),

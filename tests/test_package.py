@@ -33,7 +33,7 @@ def name(path):
     return str(path.relative_to(ROOT))
 
 
-LINES, FILES, TESTS_TO_PRODUCT, LONGEST = 84_642, 475, 0.692, 450
+LINES, FILES, TESTS_TO_PRODUCT, LONGEST = 85_100, 480, 0.692, 450
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +131,7 @@ def test_dir_shows_what_is_public():
     assert "__version__" in dir(jaxnorm)
 
 
-# All but those on which others build, norm and quantized_dot.
+# All but those on which others build, norm, quantize and quantized_dot.
 OPS = ("sandwich_norm", "group_norm", "gated_activation", "softmax", "cross_entropy", "qk_norm_rotary", "float8_linear")
 OPS += ("embedding", "sample")
 IN_SOURCES = {"embedding": "segment_sum"}  # of which name its folder of src is, where it has another

@@ -170,6 +170,7 @@ OF_RESULTS = {
     "embedding": ("float32", "jaxnorm_segment_sum"),
     "segment_sum": ("bfloat16", "jaxnorm_segment_sum"),
     "sample": ("int32", "jaxnorm_sample_fwd"),
+    "quantize": ("float32", "jaxnorm_quantize_fwd"),
     "softmax": ("bfloat16", "jaxnorm_softmax_fwd"),
 }
 
@@ -178,8 +179,8 @@ def drawn_of_no_row(function, count):
     """Rows with an index, some of which are from the end, and some nowhere; or logits and uniform numbers."""
     if function == "sample":
         return draw("logits", (count, 50), "bfloat16", std=2.0), jnp.linspace(0.03, 0.97, count)
-    if function == "softmax":
-        return (draw("x", (count, 9, 24), "bfloat16"),)
+    if function in ("softmax", "quantize"):
+        return (draw("x", (count, *((9, 24) if function == "softmax" else (256,))), "bfloat16"),)
     ids = np.random.default_rng(count).integers(-20, 60, count).astype("int32")
     rows = draw("rows", (count, 24), "bfloat16")
     return (draw("table", (50, 24)), ids, rows) if function == "embedding" else (rows, ids)

@@ -126,6 +126,8 @@ OF_OPTIONS = {
         lambda *args: jaxnorm.gated_rms_norm_quantized(*args, gate_first=True, **GIVEN).values,
         *(X, X, SCALE),
     ),
+    "a quantised array": (lambda x: jaxnorm.quantize(x, INT8, axis=(-2, -1)).values, X),
+    "a quantised array in groups": (lambda x: jaxnorm.quantize(x, Quantization("int8", "group", 64)).values, X),
     "channels of positions": (partial(jaxnorm.group_norm, num_groups=4), X, SCALE, jnp.ones((3, 64))),
     "tables": (partial(rotary, **BY_TABLES), HEADS, HEADS[:, :, :3], SCALE[:16]),
     "no norm": (partial(rotary, normalize=False), HEADS, HEADS[:, :, :3]),

@@ -57,11 +57,17 @@ def _sample(logits, uniform):
     return jaxnorm.sample(logits, uniform=uniform, **settings, min_p=uniform / 9, where=where, return_log_prob=True)
 
 
+def _quantize(x):
+    q = jaxnorm.quantize(x, jaxnorm.Quantization("float8_e4m3fn", "group", 64, power_of_two=True))
+    return q.dequantize(), q.scales
+
+
 # What has no row in the table, by its function and way: the program's function, and its arguments' shapes and dtypes.
 OF_NO_ROW = {
     ("embedding", "gradient"): (_lookup_gradient, {"50, 24": "float32", "rows": "int32", "rows, 24": "bfloat16"}),
     ("embedding", "tied_gradient"): (_tied_gradient, {"50, 24": "float32", "rows": "int32", "rows, 24": "bfloat16"}),
     ("segment_sum", "forward"): (_segment_sum, {"rows, 24": "bfloat16", "rows": "int32"}),
+    ("quantize", "forward"): (_quantize, {"rows, 256": "bfloat16"}),
     ("softmax", "windowed"): (_windowed, {"rows, 9, 24": "bfloat16"}),
     ("sample", "forward"): (_sample, {"rows, 50": "bfloat16", "rows": "float32"}),
 }

@@ -1,5 +1,6 @@
 """`quantize`: bit for bit NumPy's arithmetic, the derivative that is agreed on, and how scales lie."""
 
+import itertools
 from functools import partial
 
 import jax
@@ -9,8 +10,13 @@ import numpy as np
 import pytest
 from cases import DTYPES, draw, draw_x
 from coverage import cover
+from emulated import wherever
+from hlo import collectives, count_native_calls
 from jax import export
-from quantizing import E5M2, GRANULARITIES, OF_ARRAYS, QUANTIZED, array_by_numpy, assert_same, to
+from jax.sharding import AxisType, PartitionSpec as P
+from meshes import assert_parts_close, mesh_of, on_mesh
+from native import is_platform_with_kernels
+from quantizing import E5M2, GRANULARITIES, OF_ARRAYS, QUANTIZED, TO, array_by_numpy, assert_same, to
 
 import jaxnorm
 from jaxnorm import Quantization, Quantized, quantize, quantize_kernel
@@ -21,9 +27,10 @@ MX = Quantization("float8_e4m3fn", "group", 32, scales_dtype="float8_e8m0fnu")
 
 
 def assert_exact(quantized, x, dtype, granularity="token", axis=-1):
-    """On a CPU bit for bit. XLA for GPUs decides how exactly it divides, so there the nearest value for its scales."""
+    """Bit for bit. XLA for GPUs decides how exactly it divides: without a kernel the nearest value for its scales."""
     expected = array_by_numpy(x, to(dtype, granularity), axis)
-    if jax.default_backend() == "cpu":
+    has_kernel = dtype in TO and granularity != "tensor" and axis == -1
+    if jax.default_backend() == "cpu" or has_kernel:
         assert_same([quantized.values, quantized.scales], expected)
         return
     assert (quantized.values.dtype, quantized.scales.shape) == (expected[0].dtype, expected[1].shape)
@@ -56,6 +63,100 @@ def test_exact(dtype, granularity, x_dtype):
 def test_axes(axis):
     x = draw("x", DIMS)
     assert_exact(quantize(x, to("int8"), axis=axis), x, "int8", "token", axis)
+
+
+# Of vectors of half types and of float32: what fills each plan's threads, and a column less; rows in clusters, and
+# those that no cluster holds.
+LENGTHS = (*(n - rest for n in (4, 8, 64, 128, 256, 512, 1024, 8192, 12_288, 16_384) for rest in (0, 1)), 14_336)
+LENGTHS += (20_480, 40_000, 100_003, 262_144, 524_288, 600_000)
+GROUPS = (128, 640, 4096, 40_960)
+OPTIONS = ({}, {"max_scale": 0.013}, {"power_of_two": True}, {"power_of_two": True, "max_scale": 2.0**-7})
+
+
+def extreme(dims, dtype):
+    """Rows of which some have zeros, a NaN, infinities, the smallest numbers and the largest, as far as they are."""
+    x, top = draw_x((max(dims[0], 9), dims[1]), dtype), jnp.finfo(dtype).max
+    x = x.at[0].set(0).at[1].set(-0.0).at[2, -1].set(jnp.nan).at[3, 0].set(-jnp.inf).at[4].set(jnp.nan)
+    return x.at[5].mul(jnp.finfo(dtype).tiny * 8).at[6, -1].set(top).at[7].set(-top)[: dims[0]]
+
+
+def natively(x, quantization):
+    q = jax.jit(partial(quantize, implementation="native"), static_argnums=1)(x, quantization)
+    return [q.values, q.scales]
+
+
+@pytest.mark.on_emulator
+@cover(dtype=TO, row=itertools.product(("bfloat16", "float32"), LENGTHS), options=OPTIONS)
+@pytest.mark.needs("kernels")
+@wherever
+def test_kernels_of_rows(dtype, row, options):
+    x_dtype, cols = row
+    x = extreme((9 if cols > 600 else 150, cols), x_dtype)
+    quantization = Quantization(dtype, **{} if dtype == "int8" and "power_of_two" in options else options)
+    assert_same(natively(x, quantization), array_by_numpy(x, quantization))
+
+
+@pytest.mark.on_emulator
+@cover(dtype=TO, x_dtype=DTYPES, cols=GROUPS, size=[32, 64, 128], options=OPTIONS)
+@pytest.mark.needs("kernels")
+@wherever
+def test_kernels_of_groups(dtype, x_dtype, cols, size, options):
+    options = {} if dtype == "int8" and "power_of_two" in options else options
+    x, quantization = extreme((9, cols), x_dtype), Quantization(dtype, "group", size, **options)
+    assert_same(natively(x, quantization), array_by_numpy(x, quantization))
+
+
+@pytest.mark.needs("memory")
+@pytest.mark.parametrize("shared", [{}, {"granularity": "group"}], ids=str)
+def test_more_elements_than_an_int32_counts(shared):
+    block, function = draw_x((64, 4096), "bfloat16"), jax.jit(quantize, static_argnums=1)
+    q = function(jnp.tile(block, (2**13 + 1, 1)), quantization := Quantization("int8", **shared))
+    assert_same([q.values[-64:], q.scales[-64:]], array_by_numpy(block, quantization))
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (3, 0, 8), (1, 1), (5, 1), (4, 3, 8)], ids=str)
+def test_empty_and_small(shape):
+    x = draw("x", shape)
+    assert_exact(quantize(x, to("int8")), x, "int8")
+    assert_exact(jax.vmap(lambda x: quantize(x, to("int8")), 1, 1)(jnp.stack([x, x], 1)), jnp.stack([x, x], 1), "int8")
+
+
+@pytest.mark.needs("kernels")
+@pytest.mark.parametrize(
+    ("options", "why"), [(to("int4"), "int4"), (to("int8", "tensor"), "all of x"), (to("int8"), "trailing")]
+)
+def test_without_a_kernel(options, why):
+    axis = 0 if why == "trailing" else -1
+    with pytest.raises(RuntimeError, match=f"quantize: implementation='native' .*{why}"):
+        quantize(X, options, axis=axis, implementation="native")
+
+
+# One call for all trailing axes, in a loop and beside a derivative.
+@pytest.mark.needs("kernels")
+def test_one_call():
+    def step(total, x):
+        q = quantize(x, to("int8"), axis=(-2, -1), straight_through=True)
+        return total + (q.dequantize() ** 2).sum(), q.scales
+
+    function = jax.jit(jax.value_and_grad(lambda x: jax.lax.scan(step, 0.0, x)[0]))
+    x = draw("x", DIMS)
+    calls = count_native_calls(function.lower(x).compile().as_text())
+    assert calls == ({"jaxnorm_quantize_fwd": 1} if is_platform_with_kernels() else {})
+    whole = jnp.stack([quantize(example, to("int8"), axis=(0, 1)).dequantize() for example in x])
+    np.testing.assert_allclose(function(x)[1], 2 * whole, rtol=1e-6)
+
+
+# Of a row that shares a scale devices exchange 4 bytes, and groups stay whole.
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("split", [P("a", None, None), P("a", None, "b")], ids=str)
+@pytest.mark.parametrize("granularity", ["token", "groups of 64"])
+def test_meshes(devices, axis_type, split, granularity):
+    x, mesh = draw("x", (8, 4, 256)), mesh_of(devices, axis_type)
+    function = jax.jit(lambda x: quantize(x, to("float8_e4m3fn", granularity)))
+    actual, text = on_mesh(mesh, function, [x], [split])
+    assert_parts_close(*((q.values, q.scales) for q in (actual, function(x))))
+    exchanges = split[2] is not None and granularity == "token"
+    assert collectives(text) == ({"all-reduce": 4 * 32 // mesh.shape["a"]} if exchanges else {})
 
 
 # The scale is 1, and both neighbours of a tie are among the values.

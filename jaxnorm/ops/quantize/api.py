@@ -2,35 +2,32 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxnorm.ops import checks as shared_checks
 from jaxnorm.ops.misuse import explained
-from jaxnorm.ops.quantize import checks, rounding
-from jaxnorm.ops.quantize.rounding import Derivative
+from jaxnorm.ops.options import Implementation
+from jaxnorm.ops.quantize import checks
+from jaxnorm.ops.quantize.op import DTYPES, OUT_DTYPES, QUANTIZE, Operands, Quantize, Results, forward
 from jaxnorm.primitive import fallback, registry
 from jaxnorm.primitive.decide import Formula
 from jaxnorm.primitive.registry import Function
-from jaxnorm.quantization import LARGEST, LARGEST_OF_WEIGHTS, Quantization, Quantized, quantized
+from jaxnorm.quantization import Quantization, Quantized, quantized
 
-_EVERYWHERE = "it is a formula in jax.numpy on every platform, which XLA fuses"
-_NO_DERIVATIVE = (
-    "{function}: rounded values have no derivative, and one is taken; pass straight_through=True for that of {name} "
-    "itself, or apply jax.lax.stop_gradient to {name}, not to the result."
-)
-
-
-class Operands(NamedTuple):
-    x: Any
+_BY_XLA = "it is a formula in jax.numpy on every platform, which XLA fuses with the transposition"
 
 
 @explained
 def quantize(
-    x: Any, quantization: Quantization, *, axis: int | Sequence[int] = -1, straight_through: bool = False
+    x: Any,
+    quantization: Quantization,
+    *,
+    axis: int | Sequence[int] = -1,
+    straight_through: bool = False,
+    implementation: Implementation | None = None,
 ) -> Quantized:
     """Quantises any array to 8 or 4 bits; a kernel for `quantized_dot` by `quantize_kernel`.
 
@@ -39,8 +36,9 @@ def quantize(
 
         >>> w = quantize(jnp.ones((16, 8)), Quantization("int4"))
 
-    with the `largest` of quantization's dtype, in float32 throughout, as `rms_norm_quantized` does; it is a formula in
-    jax.numpy on every platform. A derivative is an error; with straight_through=True it is that of x, by convention.
+    with the `largest` of quantization's dtype, in float32 throughout, as `rms_norm_quantized` does. What trailing axes
+    or groups share is found and rounded by one kernel, to 8 bits; all else is XLA's code. A derivative is an error;
+    with straight_through=True it is that of x, by convention.
 
     Args:
       x: floating-point array of at most 32 bits, of rank 1 or more.
@@ -51,14 +49,17 @@ def quantize(
       A `Quantized`: values of x's shape; scales with `axis` of length 1, or a last axis of groups, or a scalar.
 
     Raises:
-      ValueError, TypeError: axis or groups do not fit, a derivative is taken, x is float64; or as `rms_norm`.
+      ValueError, TypeError, RuntimeError: axis or groups do not fit, a derivative is taken, x is float64; or as
+        `rms_norm`.
 
     Source: FP8 formats, https://arxiv.org/abs/2209.05433; integers, https://arxiv.org/abs/1712.05877.
     """
     _check_order("quantize", x, "x")
     x = shared_checks.check_x("quantize", x)
     axes = shared_checks.check_axes("quantize", axis, x.ndim)
-    return _quantized("quantize", "x", x, quantization, axes, straight_through)
+    choice = shared_checks.check_implementation("quantize", implementation)
+    spec = _spec(("quantize", "x"), x, quantization, axes, straight_through, **choice.asks("quantize"))
+    return _result(spec, QUANTIZE(spec, Operands(x), choice.implementation))
 
 
 @explained
@@ -88,8 +89,10 @@ def quantize_kernel(kernel: Any, quantization: Quantization, *, straight_through
     kernel = shared_checks.check_x(name, kernel, "kernel")
     if kernel.ndim < 2:
         raise ValueError(f"{name}: kernel has shape {kernel.shape}, expected two axes or more: (..., inputs, outputs).")
-    result = _quantized(name, "kernel", jnp.swapaxes(kernel, -1, -2), quantization, (-1,), straight_through)
-    return dataclasses.replace(result, transposed=True)
+    x = jnp.swapaxes(kernel, -1, -2)
+    spec = _spec((name, "kernel"), x, quantization, (-1,), straight_through)
+    fallback.tell(name, Operands(x), "forward", _BY_XLA)
+    return dataclasses.replace(_result(spec, forward(spec, Operands(x))[0]), transposed=True)
 
 
 def _check_order(function: str, array: Any, name: str) -> None:
@@ -100,30 +103,38 @@ def _check_order(function: str, array: Any, name: str) -> None:
         )
 
 
-def _quantized(
-    function: str, name: str, x: jax.Array, quantization: Quantization, axes: tuple[int, ...], straight_through: Any
-) -> Quantized:
-    checks.check_quantization(function, quantization, Quantization, x, axes)
-    checks.check_float32(function, {name: x})
-    fallback.tell(function, Operands(x), "forward", _EVERYWHERE)
-    derivative = Derivative(
-        shared_checks.check_flag(function, "straight_through", straight_through),
-        _NO_DERIVATIVE.format(function=function, name=name),
-    )
-    over_all = quantization.granularity == "tensor"
-    v, _, carrier = rounding.straight_through(derivative, x.astype(jnp.float32), None, x.dtype)
-    values, scales = rounding.rounded(quantization, v, tuple(range(-x.ndim, 0)) if over_all else axes)
-    return quantized(quantization, values, scales.reshape(()) if over_all else scales, carrier)
-
-
-def _function(name: str, argument: str) -> Function:
-    return Function(
-        name,
-        call=lambda _: Formula(_EVERYWHERE),
-        arguments=lambda request: {argument: request.array(request.shape)},
-        dtypes=tuple(map(np.dtype, (np.float32, jnp.bfloat16, np.float16))),
-        out_dtypes=(*LARGEST, *LARGEST_OF_WEIGHTS),
+def _spec(
+    function: tuple[str, str],
+    x: jax.Array,
+    quantization: Quantization,
+    axes: tuple[int, ...],
+    straight_through: Any,
+    **asks: Any,
+) -> Quantize:
+    name, argument = function
+    checks.check_quantization(name, quantization, Quantization, x, axes)
+    checks.check_float32(name, {argument: x})
+    return Quantize(
+        axes=tuple(range(-x.ndim, 0)) if quantization.granularity == "tensor" else axes,
+        quantization=quantization,
+        straight_through=shared_checks.check_flag(name, "straight_through", straight_through),
+        function=function,
+        **asks,
     )
 
 
-registry.add_functions(_function("quantize", "x"), _function("quantize_kernel", "kernel"))
+def _result(spec: Quantize, results: Results) -> Quantized:
+    values, scales, carrier = results
+    over_all = spec.quantization.granularity == "tensor"
+    return quantized(spec.quantization, values, scales.reshape(()) if over_all else scales, carrier)
+
+
+registry.add_functions(
+    Function(
+        "quantize_kernel",
+        call=lambda _: Formula(_BY_XLA),
+        arguments=lambda request: {"kernel": request.array(request.shape)},
+        dtypes=DTYPES,
+        out_dtypes=OUT_DTYPES,
+    )
+)
