@@ -157,9 +157,7 @@ class CallRows(NamedTuple):
     adds: bool  # whether an addend is added first, or the cotangent of the sum
     shape: tuple[Any, ...]  # of what is normalised
     differentiated: bool = True  # whether a gradient follows, or this is one
-    conditioned: bool = (
-        False  # whether weights differ from row to row, and the op's factor, if it may have one, is none
-    )
+    conditioned: bool = False  # whether weights differ from row to row, and the op's factor is none
 
 
 @dataclasses.dataclass(frozen=True)

@@ -121,9 +121,7 @@ def _fused(norm: Norm, rows: CallRows) -> str | None:
         which = f"of a sum of at most {few} elements"
     elif rows.adds:
         which = f"of a sum of at most {NARROW} columns by weights of examples, without branch_scale,"
-    return (
-        f"XLA's code is faster for {name} {which} where no gradient is taken: it fuses the norm with what is around it"
-    )
+    return f"XLA's code is faster for {name} {which} where no gradient is taken, as it fuses it with its neighbours"
 
 
 def _slower(norm: Norm, rows: CallRows) -> str | None:
