@@ -106,7 +106,7 @@ def test_a_norm_without_a_gradient(function, cols):
 # As adaLN has them: XLA would have to write what is added for the call, but for `branch_scale`.
 @pytest.mark.parametrize("branch_scale", [False, True])
 def test_a_sum_by_weights_of_examples(branch_scale):
-    shapes = [*[(8, 64, 1024)] * 2, *[(8, 1, 1024)] * (3 if branch_scale else 2)]
+    shapes = [*[(8, 512, 1024)] * 2, *[(8, 1, 1024)] * (3 if branch_scale else 2)]
 
     def modulated(x, residual, scale, bias, gate=None, **how):
         return add_layer(x, residual, scale, bias, branch_scale=gate, **how)

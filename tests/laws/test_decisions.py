@@ -31,6 +31,8 @@ def test_a_program_has_the_native_calls_that_are_decided(op, platform):
     assert calls
     assert set(decided) <= {"native", "xla"}
     lowered = count_native_calls(traced.lower(lowering_platforms=(platform,)).as_text())
+    if op.is_product:  # beside which its operands may be rounded natively
+        lowered = {name: count for name, count in lowered.items() if name == "jaxnorm_quantized_dot"}
     assert bool(lowered) == ("native" in decided)
     assert sum(lowered.values()) >= decided.count("native")
 
