@@ -115,7 +115,7 @@ def _call(line: fallback.Line | None, call: Described) -> Call:
     platforms = dict.fromkeys((*ffi.PLATFORMS, compat.default_platform()))
     given = tuple(f"{name}: {_type(array)}" for name, array in leaves_of(call.operands) if name != "stats")
     runs = tuple(_runs(platform, call.call) for platform in platforms)
-    return Call(where, call.name, DIRECTIONS[call.direction], given, runs)
+    return Call(where, call.name, DIRECTIONS[call.direction], given + call.note, runs)
 
 
 def _type(array: Any) -> str:

@@ -267,6 +267,7 @@ class Op(Generic[S, O, R]):
     # A forward of this spec by calls of ops and jax.numpy, told with_stats, where a kernel alone does not do it.
     in_parts: Callable[[S], Callable[..., tuple[R, Statistics]] | None] = lambda _: None
 
+    note: Callable[[S, O], tuple[str, ...]] = lambda *_: ()  # what `explain` tells beside the operands
     static_types: tuple[type[Any], ...] = ()  # dataclasses within the spec
     functions: tuple[Function, ...] = ()
 

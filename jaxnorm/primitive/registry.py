@@ -25,6 +25,7 @@ class Described(NamedTuple):
     operands: Any
     direction: str  # of DIRECTIONS
     call: Call
+    note: tuple[str, ...] = ()  # beside the operands
 
 
 class Request(NamedTuple):

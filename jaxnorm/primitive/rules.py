@@ -254,7 +254,8 @@ class RowRules(Rules):
         tree, spec = params["tree"], params["spec"]
         operands, cotangents = self.named_operands(tree, types), self._operands(tree, types)[0]
         name = public_name(self.op, spec, cotangents if self.direction == "backward" else operands)
-        return Described(name, operands, self.direction, self.call(*types, **params))
+        note = self.op.note(spec, operands) if self.direction == "forward" else ()
+        return Described(name, operands, self.direction, self.call(*types, **params), note)
 
     def by_formula(self, platform: str, ctx: lowering.Context, *leaves: lowering.Value, **params: Hashable) -> Any:
         """The native rule of an op whose formula calls other ops' kernels."""

@@ -13,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from meshes import mesh_of
 from native import is_platform_with_kernels
 
+import jaxnorm
 from ops import linear_cross_entropy as linear
 from ops.linear_cross_entropy import ALL_OR_NONE, GIVEN, OPTIONS, REDUCTIONS, grad_of, loss, masks, split, whole
 
@@ -192,3 +193,12 @@ def test_exported_for_any_number_of_rows(given):
 
     program = export.export(step, platforms=("cpu", "cuda", "tpu"))(types, jax.ShapeDtypeStruct((rows,), "int32"))
     assert_near(jax.jit(program.call)(moving, labels), step(moving, labels))
+
+
+# All rows are one chunk where their logits take 4 GiB at most; `explain` tells it.
+@pytest.mark.parametrize(("rows", "chunks"), [(8192, 1), (2**14, 4), (2**16, 16)])
+def test_how_many_chunks_there_are_by_default(rows, chunks):
+    x, kernel = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((rows, 2560), (2560, 151_936)))
+    labels = jax.ShapeDtypeStruct((rows,), "int32")
+    (call,) = jaxnorm.explain(jaxnorm.linear_cross_entropy, x, kernel, labels)
+    assert f"chunks of rows: {chunks}" in call.operands

@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,7 @@ from jaxnorm.primitive.family import Family
 from jaxnorm.primitive.op import LIKE_X, SCALAR, STATISTIC, Op, Role, RowSpec, Statistics
 from jaxnorm.sharding import dims
 
+ALL = 2**32  # bytes of logits that are one chunk: a twentieth of an 80 GB GPU's memory
 # What a derivative is taken by, and the results that are its gradients.
 GRADIENTS = {"x": "dx", "kernel": "dkernel", "bias": "dbias", "scale": "dscale", "weights": "losses"}
 Pair = tuple[jax.Array, jax.Array]  # a result and its tangent
@@ -184,24 +185,27 @@ def _of_chunk(spec: LinearCrossEntropy, operands: Operands) -> Results:
 
 
 def default_rows_per_chunk(x: jax.Array, kernel: jax.Array) -> int:
-    """Rows whose logits take 512 MiB, no fewer than matrix products want; or more, for longer rows of x.
+    """All rows where their logits take at most `ALL`; else those whose logits take 512 MiB, no fewer than products want,
+    or more, for longer rows of x.
 
-    For each chunk the sum of the kernel's gradient is read and written. Where logits take as many bytes as that, the
-    three products compute for so long that it does not matter; half of the rows are always enough.
+    For each chunk the sum of the kernel's gradient is read and written, 2.8 % of a step (docs/benchmarks/models.md).
+    Where a chunk's logits take as many bytes as that, the three products compute for so long that it matters less.
     """
     cols, classes = kernel.shape
     if not isinstance(classes, int):
         return 1024
     size, rows = max(1, classes * x.dtype.itemsize), math.prod(x.shape[:-1])
+    if isinstance(rows, int) and rows * size <= ALL:
+        return max(1, rows)
     as_gradient = 4 * cols * classes // size if isinstance(cols, int) else 0
     most = min(as_gradient, -(-rows // 2)) if isinstance(rows, int) else as_gradient
     return max(256, 2**29 // size, most)
 
 
-def _chunk_count(rows_per_chunk: int, x: jax.Array) -> int:
+def _chunk_count(rows_per_chunk: int, x: Any) -> int:
     """In how many chunks the rows of x go; those that an Explicit mesh splits, or whose number is not known, in one."""
     rows = math.prod(x.shape[:-1])
-    if not isinstance(rows, int) or any(jax.typeof(x).sharding.spec):
+    if not isinstance(rows, int) or any(x.sharding.spec):
         return 1
     least = -(-rows // rows_per_chunk) or 1
     return next((n for n in range(least, 2 * least) if rows % n == 0), least)
@@ -246,7 +250,7 @@ def forward(spec: LinearCrossEntropy, operands: Operands) -> tuple[Results, Stat
 
 def _of_chunks(spec: LinearCrossEntropy, operands: Operands) -> Results:
     x = operands.x
-    if (count := _chunk_count(spec.rows_per_chunk, x)) == 1:
+    if (count := _chunk_count(spec.rows_per_chunk, jax.typeof(x))) == 1:
         return _of_chunk(spec, operands)
 
     def step(sums: Results, chunk: dict[str, jax.Array]) -> tuple[Results, tuple[jax.Array | None, jax.Array | None]]:
@@ -316,6 +320,7 @@ LINEAR_CROSS_ENTROPY = Family(
         forward=forward,
         statistics=lambda *_: [],
         calls_others=True,
+        note=lambda spec, operands: (f"chunks of rows: {_chunk_count(spec.rows_per_chunk, operands.x)}",),
     )
 )
 
@@ -329,7 +334,7 @@ def each(spec: LinearCrossEntropy, operands: Operands) -> OfRows:
     """Of all rows, with x's rank; a derivative makes the logits of each chunk again."""
     operands = _prepared(operands)
     of_rows: Callable[..., OfRows] = jax.checkpoint(functools.partial(_each_of_chunk, spec))
-    if (count := _chunk_count(spec.rows_per_chunk, operands.x)) == 1:
+    if (count := _chunk_count(spec.rows_per_chunk, jax.typeof(operands.x))) == 1:
         return of_rows(operands)
 
     def step(_: None, chunk: dict[str, jax.Array]) -> tuple[None, OfRows]:
