@@ -185,8 +185,8 @@ def _of_chunk(spec: LinearCrossEntropy, operands: Operands) -> Results:
 
 
 def default_rows_per_chunk(x: jax.Array, kernel: jax.Array) -> int:
-    """All rows where their logits take at most `ALL`; else those whose logits take 512 MiB, no fewer than products want,
-    or more, for longer rows of x.
+    """All rows where their logits take at most `ALL`; else those whose logits take 512 MiB, no fewer than products
+    want, or more, for longer rows of x.
 
     For each chunk the sum of the kernel's gradient is read and written, 2.8 % of a step (docs/benchmarks/models.md).
     Where a chunk's logits take as many bytes as that, the three products compute for so long that it matters less.
