@@ -163,7 +163,7 @@ def test_the_calls_of_a_step(name):
 # The first product is of x by the kernel, the second of dy by the kernel, the third of x by dy.
 @pytest.mark.needs("plans")
 @pytest.mark.usefixtures("on_hopper")
-@pytest.mark.parametrize("products", [("y",), ("dx", "dw"), ()])
+@pytest.mark.parametrize("products", [("y",), ("dx", "dw"), ("y", "dx", "dw"), ()])
 def test_which_products_may_have_fewer_digits(products):
     text = lowered(both_ways(Float8Recipe(fast_accumulation=products)))
     calls = [line for line in text.splitlines() if "jaxnorm_quantized_dot" in line]

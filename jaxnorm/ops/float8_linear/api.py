@@ -39,7 +39,7 @@ class Float8Recipe:
       weight_gradient: "float8": its product is one of float8 too. "compute": it is one in the dtype of x and dy, and
         dy is not rounded for it.
       fast_accumulation: which of the products "y", "dx" and "dw" may be summed up with fewer digits than float32 has,
-        as tensor cores of Hopper do faster.
+        as tensor cores of Hopper do faster; all of them by default.
       power_of_two: rounds scales up to powers of two.
       save: what a derivative reads. "quantized": x and the kernel as they were rounded, a byte each with their scales;
         "inputs": both as they were given, to be rounded again.
@@ -49,7 +49,7 @@ class Float8Recipe:
     """
 
     weight_gradient: WeightGradient = "float8"
-    fast_accumulation: tuple[str, ...] = ("y",)
+    fast_accumulation: tuple[str, ...] = ("y", "dx", "dw")
     power_of_two: bool = False
     save: Save = "quantized"
 
