@@ -265,6 +265,15 @@ def test_any_number_of_tokens():
     assert "stablehlo.dot_general" not in text
 
 
+@pytest.mark.needs("plans")
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize("dims", [(0,), (4, 0), (0, 32)], ids=str)
+def test_no_elements(dims):
+    step = jax.grad(lambda x, kernel: float8_linear(x, kernel).sum(), (0, 1))
+    traced = jax.jit(step).trace(jnp.ones(dims), jnp.ones((dims[-1], 32)))
+    assert "quantized_dot" in calls_of(traced.lower(lowering_platforms=("cuda",)).as_text())
+
+
 # Examples of rows are rows, each with its example's scale.
 @pytest.mark.needs("plans")
 @pytest.mark.usefixtures("on_hopper")

@@ -200,7 +200,8 @@ def _matrices(spec: QuantizedDot, tree: PyTreeDef, *leaves: jax.Array) -> list[j
     count = math.prod(rows)
 
     def matrix(array: jax.Array, others: tuple[int, ...], *, is_first: bool) -> jax.Array:
-        array = array.reshape((-1, *others) if is_first else (*others, -1)) if spec.summed != 1 else array
+        length = math.prod(array.shape[: spec.summed] if is_first else array.shape[array.ndim - spec.summed :])
+        array = array.reshape((length, *others) if is_first else (*others, length)) if spec.summed != 1 else array
         missing = depth - array.shape[0 if is_first else -1]
         widths = [(0, missing), (0, 0)] if is_first else [*[(0, 0)] * (array.ndim - 1), (0, missing)]
         return jnp.pad(array, widths) if missing else array
@@ -224,7 +225,7 @@ class _Transpose(Inner):
 
     def native(self, platform: str, ctx: Context, *operands: Value, tree: PyTreeDef, spec: Spec) -> Values:
         *rows, columns = ctx.avals_in[0].shape
-        ctx, operands = lowering.replaced(lambda array: [array.reshape(-1, columns)], ctx, operands)
+        ctx, operands = lowering.replaced(lambda array: [array.reshape(math.prod(rows), columns)], ctx, operands)
         (matrix,) = ctx.avals_in
         swapped = matrix.update(shape=matrix.shape[::-1])
         values = ffi.call(platform, TRANSPOSE, ctx.replace(avals_out=[swapped]), operands, attributes={})
