@@ -25,6 +25,7 @@ MODELS = frozenset(shape.name for shape in shapes.MODELS + shapes.LARGE_MODELS)
 # What a user gets who asks for nothing: the norms alone, and what takes the neighbours in.
 DEFAULTS = ("jaxnorm-default-norm", "jaxnorm-default")
 STEPS, DECODING = "models.md#in-percent-of-a-step", "models.md#decoding"
+LOOKUPS = "models.md#the-lookup-of-tokens"
 BONSAI = {"vae": "VAE", "gemma3": "Gemma 3", "qwen3": "Qwen3", "dit": "DiT", "vit": "ViT"}
 
 
@@ -218,7 +219,7 @@ def share(row, time):
 
 
 def whole_programs(looked_up, compared, qwen, blocks, decoded):
-    """A few whole programs, each with a link from README.md to the page that has its table."""
+    """A few whole programs, each with a link to its table."""
     lines = [
         of_layers(looked_up, "GPT-2-like"),
         *(line(compared, model, "train step") for model in ("U-Net", "Llama-like, packed")),
@@ -239,15 +240,25 @@ def line(results, model, program="", page=STEPS):
 def linked(results, page, *names):
     """The first two cells of a line."""
     _, gpu, *_ = results["header"]["device"].split()
-    return [f"[{', '.join(filter(None, names))}](docs/benchmarks/{page})", gpu]
+    return [f"[{', '.join(filter(None, names))}]({page})", gpu]
 
 
 def of_layers(results, model):
     """What `replace_layers` gives in place of Flax's layers, and beside it the lookup alone."""
     rows = {row["variant"]: row for row in results["rows"] if row["model"] == model}
-    names = linked(results, "models.md#the-lookup-of-tokens", model, "train step", "by replace_layers alone")
+    names = linked(results, LOOKUPS, model, "train step", "by replace_layers alone")
     alone = f"{faster(rows['jaxnorm-lookup']['faster %'])} by the lookup alone"
     return [*names, alone, faster(rows["jaxnorm-layers"]["faster %"]), share(rows["flax"], "ms")]
+
+
+def promise(results):
+    """The first sentence of README.md."""
+    _, gpu, alone, gain, scatter_of_it = of_layers(results, "GPT-2-like")
+    return [
+        "One line, `jaxnorm.replace_layers(model)`, makes the training step of a GPT-2-like Flax model "
+        f"[{gain}](docs/benchmarks/{LOOKUPS}) on an {gpu} (scatter {scatter_of_it} %; {alone}). "
+        "Parameters and checkpoints stay."
+    ]
 
 
 def with_loss(results):
@@ -315,6 +326,7 @@ TABLES = {
     "h200-models": (models, "h200/norms"),
     "cpu-headline": (headline, "cpu/norms"),
     "cpu": (cpu, "cpu/norms"),
+    "promise": (promise, "h200/lookups"),
     "whole-programs": (whole_programs, "h200/lookups", *NEW_MODELS[::2], "h100/blocks", "h100/decoding-joint"),
     "steps": (steps, *NEW_MODELS),
     "models": (wholes, *NEW_MODELS),

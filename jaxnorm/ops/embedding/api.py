@@ -39,23 +39,23 @@ def embedding(
     return_table: bool = False,
     implementation: Implementation | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Looks up rows of a table, whose gradient is summed in float32, in a fixed order, and rounded once.
+    """Looks up rows of a table, and sums its gradient in float32, in a fixed order, rounded once.
 
         rows[i] = table[ids[i]]                         rounded to dtype; NaN where the table has no such row
         dtable[v] = sum of drows[i] over ids[i] = v     a row that nobody reads has the gradient 0
 
         >>> rows = embedding(jnp.ones((8, 4)), jnp.array([0, 3, 3]), dtype=jnp.bfloat16)
 
-    XLA gathers the rows everywhere. The kernel is the gradient's: its bits are the same in each run. XLA adds rows by
-    atomic operations on GPUs, in any order and, of `table.astype(dtype)[ids]`, in dtype.
+    XLA gathers the rows everywhere. A kernel computes the gradient, with the same bits in each run. XLA adds rows by
+    atomic operations on GPUs, in any order, and for `table.astype(dtype)[ids]` in dtype.
 
     Args:
       table: floating-point array (rows, columns).
       ids: integers of any shape, the numbers of rows; negative ones count from the end.
-      dtype: that of the result, before which nothing is rounded. None is table's.
+      dtype: that of the result, to which the rows are rounded once. None is table's.
       out_sharding: the result's over an Explicit mesh, as for `jax.numpy.take`.
-      return_table: whether table is returned, too, for the head that is tied to it: the kernel adds the gradient of the
-        rows to that of this result, in its place, where JAX would add up two arrays of table's size.
+      return_table: whether to return table too, for the head that is tied to it: the kernel adds the gradient of the
+        rows into that of this result, where JAX would add up two arrays of table's size.
 
     Raises:
       ValueError: table is no matrix.
@@ -104,24 +104,24 @@ def segment_sum(
     indices_are_sorted: bool = False,
     implementation: Implementation | None = None,
 ) -> jax.Array:
-    """Sums up rows by the numbers of their segments, in float32, in a fixed order, and rounds once.
+    """Sums rows by the numbers of their segments, in float32, in a fixed order, and rounds once.
 
         sums[v] = sum of data[i] over segment_ids[i] = v     numbers that are negative or too large are in no sum
 
         >>> sums = segment_sum(jnp.ones((3, 4)), jnp.array([0, 3, 3]), 8)
 
-    As `jax.ops.segment_sum`, of which bits differ from run to run on GPUs. Integers and complex numbers are left to it.
-    The gradient is a gather, by XLA.
+    It replaces `jax.ops.segment_sum`, whose bits differ from run to run on GPUs, and which still sums integers and
+    complex numbers. XLA computes the gradient, a gather.
 
     Args:
       data: array of rank 1 or more, with the rows along its first axis.
       segment_ids: integers of the length of that axis.
-      num_segments: how many sums there are. None is one more than the largest number, which is to be known.
-      indices_are_sorted: promises that the numbers ascend, which saves the sort. If they do not sums are wrong.
+      num_segments: how many sums there are. None is one more than the largest number, which must be known.
+      indices_are_sorted: promises that the numbers ascend, which saves the sort. If they do not, sums are wrong.
 
     Raises:
       ValueError: shapes do not fit, or num_segments is negative.
-      TypeError: segment_ids are no integers, or num_segments is to be known and traced.
+      TypeError: segment_ids are no integers, or num_segments must be known and is traced.
       RuntimeError: implementation="native", and no kernel serves the call.
     """
     name = "segment_sum"

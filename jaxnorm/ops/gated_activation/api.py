@@ -23,7 +23,7 @@ from jaxnorm.sharding import dims
 def gated_activation(
     x: Any, *, activation: Activation | Synonym = "silu", axis: int = -1, implementation: Implementation | None = None
 ) -> jax.Array:
-    """Multiplies what a gate lets through by an activation of the gate, as between the products of an MLP.
+    """Computes `activation(gate) * up`, the elementwise step of a gated MLP.
 
         y = activation(gate) * up
 
@@ -33,15 +33,15 @@ def gated_activation(
         relu2(v) = max(v, 0)²,  sigmoid(v) = 1 / (1 + exp(-v))          Primer, GLU
         >>> y = gated_activation((jnp.ones((2, 8)), jnp.ones((2, 8))), activation="gelu")
 
-    It is computed, rounded and transformed as `rms_norm` says. A gradient keeps x alone, and one native call writes it.
+    It computes, rounds and transforms as `rms_norm` does. A gradient keeps x alone, and one native call writes it.
 
     Args:
       x: floating-point array with both, the gate first: (..., 2 * columns), or (..., 2, columns) with axis=-2. Or a
         tuple (gate, up) of two arrays of one shape; kernels want one dtype, the formula takes any.
-      axis: -1, or -2 of an x that has gate and up along its last axis but one. Of a tuple leave it out.
+      axis: -1, or -2 where x has gate and up along its last axis but one. With a tuple leave it out.
 
     Returns:
-      An array (..., columns) of x's dtype, of two dtypes of that to which jax.numpy promotes them.
+      An array (..., columns) of x's dtype; jax.numpy promotes two dtypes.
 
     Raises:
       ValueError, TypeError, RuntimeError: x is no such array or tuple, activation is unknown; or as `rms_norm`.
@@ -63,19 +63,19 @@ def gated_activation_quantized(
     straight_through: bool = False,
     implementation: Implementation | None = None,
 ) -> Quantized:
-    """Multiplies what a gate lets through by an activation of the gate and quantises the result to 8 bits.
+    """Computes `activation(gate) * up`, the elementwise step of a gated MLP, and quantises it to 8 bits.
 
         v = gated_activation(x.astype(float32), ...)
 
         >>> q = gated_activation_quantized(jnp.ones((2, 16)), quantization=Quantization("int8"))
 
-    and from there as `rms_norm_quantized`, whose dtypes, bits, derivative and errors these are: scales are of each row
-    of the result, or of groups of its columns. With straight_through=True the gradient of x is that of
+    and quantises v as `rms_norm_quantized` does, with its dtypes, bits, derivative and errors: a scale for each row of
+    the result, or for each group of its columns. With straight_through=True the gradient of x is that of
     `gated_activation`, in one native call.
 
     Args:
-      x: array of float32, bfloat16 or float16, or a tuple of two, as for `gated_activation`, as are all options but
-        those of `rms_norm_quantized`: quantization, static_scale and straight_through.
+      x: array of float32, bfloat16 or float16, or a tuple of two. This and the options are those of `gated_activation`;
+        quantization, static_scale and straight_through are those of `rms_norm_quantized`.
 
     Returns:
       A `Quantized`: values (..., columns), scales, a carrier.

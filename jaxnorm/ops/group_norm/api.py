@@ -37,9 +37,9 @@ def group_norm(
 
         >>> y = group_norm(jnp.ones((2, 4, 4, 64)), jnp.ones(64), jnp.zeros(64), num_groups=32, activation="silu")
 
-    The means are over the positions and the channels of a group, of each example by itself, the variance as in
-    `layer_norm`. It is computed, rounded, after the activation, and transformed as `rms_norm` says. One group is a
-    LayerNorm over each example, a group for each channel (group_size=1) is instance normalisation.
+    The means go over the positions and channels of one group of one example. The variance is that of `layer_norm`. It
+    computes, rounds (after the activation) and transforms as `rms_norm` does. One group is a LayerNorm over each
+    example, a group for each channel (group_size=1) is instance normalisation.
 
     Args:
       x: floating-point array (examples, ..., channels), with any number of axes of positions between.

@@ -33,8 +33,8 @@ def rms_norm(
 
         >>> y = rms_norm(jnp.ones((2, 8), "bfloat16"), jnp.ones(8), epsilon=1e-5)
 
-    All of it is computed in float32 (in float64 where x, a weight or the result is float64) and rounded once, at the
-    end. It may be transformed and differentiated as the formula may be; a gradient has its argument's shape and dtype.
+    It computes in float32 (in float64 where x, a weight or the result is float64) and rounds once, at the end. It
+    transforms and differentiates as the formula does; a gradient has its argument's shape and dtype.
 
     Args:
       x: floating-point array of rank 1 or more. What is not named here is said for all functions in `jaxnorm`.
@@ -133,13 +133,13 @@ def add_rms_norm(
 
         >>> y, stream = add_rms_norm(jnp.ones((2, 8), "bfloat16"), jnp.zeros((2, 8)), jnp.ones(8))
 
-    as a pre-norm transformer does between its blocks, bit for bit, the product rounded to float32 and the sum to
-    residual's dtype. In a gradient one native call serves the cotangents of both results. Outside of one new_residual
-    takes residual's buffer: to donate that, return new_residual before y.
+    as a pre-norm transformer does between its blocks. The bits are those of the two lines, the product rounded to
+    float32 and the sum to residual's dtype. In a gradient one native call serves the cotangents of both results.
+    Without one, new_residual takes residual's buffer: to donate that, return new_residual before y.
 
     Args:
       x: floating-point array of rank 1 or more, which is added. What is not named here is as for `rms_norm`.
-      residual: the residual stream, of x's shape; its dtype may be another, as float32 with an x of bfloat16.
+      residual: the residual stream, of x's shape, perhaps of another dtype, as float32 with an x of bfloat16.
 
     Returns:
       `AddedNorm`, (y, new_residual): arrays of x's shape, y's last axis padded, new_residual of residual's dtype.
@@ -186,7 +186,7 @@ def add_layer_norm(
 
         >>> y, stream = add_layer_norm(jnp.ones((2, 8), "bfloat16"), jnp.zeros((2, 8)), jnp.ones(8), jnp.zeros(8))
 
-    The kernel gives bit for bit what these two lines give and saves a pass over memory, as for `add_rms_norm`.
+    The kernel has the bits of these two lines and saves a pass over memory, as for `add_rms_norm`.
 
     Args:
       x: floating-point array of rank 1 or more. What is not named here is as for `add_rms_norm`.

@@ -57,15 +57,15 @@ def qk_norm_rotary(
 
         >>> q, k = qk_norm_rotary(jnp.ones((2, 6, 4, 8)), jnp.ones((2, 6, 1, 8)), jnp.ones(8), jnp.ones(8), theta=1e6)
 
-    and k likewise, by the angle position * frequency. It is computed, rounded and transformed as `rms_norm` says.
-    Gradients are those of q, k and the scales: positions, frequencies and tables have none, which is zero.
+    and k likewise, by the angle position * frequency. It computes, rounds and transforms as `rms_norm` does. q, k and
+    the scales have gradients; those of positions, frequencies and tables are zero.
 
     Args:
       q: floating-point array (..., tokens, heads, head size), or (..., heads, tokens, head size) with heads_axis=-3.
       k: array like q, with any number of heads. Kernels want q and k of one dtype.
       q_scale: factor of q's norm, of the head size, or (heads, head size); None is 1. k_scale is that of k's.
-      cos: in place of positions, a table with an element for each pair on the last axis, or for each element, as models
-        of the hubs have it, beside sin.
+      cos: in place of positions, with sin: a table whose last axis has an element for each pair, or, as in models of
+        the hubs, for each element.
 
     Returns:
       `QK`, (q, k): arrays of the shapes and dtypes of q and k.

@@ -64,18 +64,18 @@ def sample(
 
         >>> ids = sample(jnp.ones((2, 8)), jax.random.key(0), temperature=0.7, top_k=jnp.array([1, 4]), top_p=0.9)
 
-    It is computed in float32 (in float64 of float64). A row's id depends on its logits and its numbers alone.
+    It computes in float32, for float64 in float64. A row's id depends on its logits and its numbers alone.
 
     Args:
       logits: floating-point array of rank 1 or more, with the columns along the last axis.
-      key: a key of `jax.random`, of which uniform is `jax.random.uniform(key, rows)`; of several keys use `jax.vmap`.
-      temperature: divides logits, from 0 on; 0 is the largest logit, of equals the first.
-      uniform: in key's place numbers in [0, 1), which broadcast to the leading axes of logits.
+      key: a key of `jax.random`: uniform is `jax.random.uniform(key, rows)`; for several keys use `jax.vmap`.
+      temperature: divides logits, from 0 on; 0 takes the largest logit, of equals the first.
+      uniform: in key's place, numbers in [0, 1) that broadcast to the leading axes of logits.
 
     Returns:
-      int32 of the leading axes of logits: -1 where a row has NaN or +inf, or nothing above -inf, or of its numbers, if
-      traced or in an array, one out of range. With return_log_prob a pair of it and log(p[id]), NaN there, float32 or
-      float64, with a derivative by logits and temperature in which id and what is kept are constant.
+      int32 of the leading axes of logits: -1 where a row has NaN, +inf, nothing above -inf, or a number out of range
+      that is traced or in an array. With return_log_prob a pair of it and log(p[id]), float32 or float64, NaN where id
+      is -1, with a derivative by logits and temperature that takes id and what is kept as constant.
 
     Raises:
       ValueError, TypeError, RuntimeError: both or none of key and uniform, numbers out of range; or as `rms_norm`.

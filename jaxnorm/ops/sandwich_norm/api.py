@@ -30,16 +30,15 @@ def rms_norm_add_rms_norm(
     axis_name: Any = None,
     implementation: Implementation | None = None,
 ) -> AddedNorm:
-    """Normalises what a block gives, adds it to a residual stream, and normalises the sum for the next block.
+    """Normalises a block's output, adds it to a residual stream, and normalises the sum for the next block.
 
         new_residual = residual + rms_norm(x, post_scale, ...)        (branch_scale * rms_norm(...))
         y = rms_norm(new_residual, scale, out_dtype=x.dtype, ...)
 
         >>> y, stream = rms_norm_add_rms_norm(jnp.ones((2, 8)), jnp.zeros((2, 8)), jnp.ones(8), jnp.ones(8))
 
-    as Gemma 2 and later do between their blocks. One native call each way gives bit for bit what these two lines give,
-    the first norm rounded to x's dtype and the sum to residual's. Outside of a gradient new_residual takes residual's
-    buffer.
+    as Gemma 2 and later do between their blocks. One native call each way has the bits of these two lines, the first
+    norm rounded to x's dtype and the sum to residual's. Without a gradient new_residual takes residual's buffer.
 
     Args:
       x: floating-point array of rank 1 or more, the last axis of which is normalised.

@@ -36,15 +36,14 @@ def softmax(
 
         >>> y = softmax(jnp.ones((2, 4, 16, 24)), logit_scale=64**-0.5, causal=True, offset=jnp.array([3, 8]))
 
-    All of it is computed in float32 (in float64 where x or the result is float64), from differences to the row's
-    largest number, and rounded once. It may be transformed as the formula may be; a gradient keeps y, as it was
-    rounded, alone.
+    It computes in float32 (in float64 where x or the result is float64), from differences to the row's largest number,
+    and rounds once. It transforms as the formula does. A gradient keeps the rounded y alone.
 
     Args:
       x: floating-point array of rank 1 or more. What is not named here is said for all functions in `jaxnorm`.
-      where: None, or an array of booleans that broadcasts to x's shape: y is 0 where it is false, and what x is there
-        does not matter. A row in which nothing is true is 0 everywhere, where `jax.nn.softmax` gives NaN.
-      offset: of causal rows: query t has the keys 0 to t + offset. An int, or an array of integers, traced or not, by
+      where: None, or an array of booleans that broadcasts to x's shape: y is 0 where it is false, whatever x is there.
+        A row in which nothing is true is 0 everywhere, where `jax.nn.softmax` gives NaN.
+      offset: with causal, query t has the keys 0 to t + offset. An int, or an array of integers, traced or not, by
         x's leading axes, as (batch,) for x (batch, heads, queries, keys). A query without any key is a row of zeros.
 
     Returns:
@@ -79,12 +78,11 @@ def log_softmax(
 
         >>> y = log_softmax(jnp.ones((2, 8)), where=jnp.arange(8) < 5)
 
-    It is computed, rounded and transformed as `softmax` says. For a gradient x and two float32 a row are kept.
+    It computes, rounds and transforms as `softmax` does. A gradient keeps x and two float32 a row.
 
     Args:
       x: floating-point array of rank 1 or more. What is not named here is as for `softmax`.
-      where: None, or an array of booleans that broadcasts to x's shape: y is -inf where it is false, everywhere in a
-        row in which nothing is true. No gradient comes from there.
+      where: None, or an array of booleans that broadcasts to x's shape: y is -inf, without gradient, where it is false.
 
     Returns:
       An array of x's shape.
@@ -92,7 +90,7 @@ def log_softmax(
     Raises:
       ValueError, TypeError, RuntimeError: as `softmax` does.
 
-    Source: as of `softmax`.
+    Source: that of `softmax`.
     """
     given = _Given(axis, where, logit_scale, Causal(causal, offset, window), out_dtype, axis_name, implementation)
     return _normalised("log_softmax", LOG_SOFTMAX, x, given)
