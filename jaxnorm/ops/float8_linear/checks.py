@@ -44,28 +44,51 @@ def check_x(function: str, x: object) -> jax.Array | Quantized:
     return x
 
 
-def check_kernel(function: str, kernel: object, shape: Sequence[int]) -> jax.Array:
-    """The kernel as a matrix that goes with an x of this shape."""
+def check_kernel(
+    function: str, kernel: object, shape: Sequence[int]
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    """The kernel as a matrix that goes with an x of this shape; of a quantised one its scales and carrier, too."""
+    result: tuple[jax.Array, jax.Array | None, jax.Array | None]
     if isinstance(kernel, Quantized):
-        raise TypeError(
-            f"{function}: kernel is a jaxnorm.Quantized, expected an array (K, N), which is rounded here; of one "
-            f"that is quantised use jaxnorm.quantized_dot."
-        )
-    array = checks.check_array(function, "kernel", kernel)
-    check_float32(function, {"kernel": array})
-    if array.ndim != 2:
+        dims = kernel.values.shape[::-1] if kernel.transposed else kernel.values.shape
+        result = kernel.values, kernel.scales, kernel.carrier
+    else:
+        array = checks.check_array(function, "kernel", kernel)
+        check_float32(function, {"kernel": array})
+        dims, result = array.shape, (array, None, None)
+    if len(dims) != 2:
         raise ValueError(
-            f"{function}: kernel has shape {array.shape}, expected two axes (K, N): inputs, and outputs; reshape it, "
-            f"or for several matrices use jax.vmap."
+            f"{function}: kernel has shape {dims}, expected two axes (K, N): inputs, and outputs; reshape it, or for "
+            f"several matrices use jax.vmap."
         )
-    depth = shape[-1]
-    if array.shape[0] != depth:
-        is_transposed = array.shape[1] == depth
+    depth, outputs = dims
+    if depth != shape[-1]:
+        is_transposed = outputs == shape[-1]
         remedy = "pass kernel.T, so that K is its first axis" if is_transposed else "K must be the same"
         raise ValueError(
-            f"{function}: x has shape {tuple(shape)} and kernel {array.shape}, expected (..., K) and (K, N); {remedy}."
+            f"{function}: x has shape {tuple(shape)} and kernel {dims}, expected (..., K) and (K, N); {remedy}."
         )
-    return array
+    if isinstance(kernel, Quantized):
+        _check_rounded(function, kernel)
+    return result
+
+
+def _check_rounded(function: str, kernel: Quantized) -> None:
+    """That a matrix was rounded as it would be here."""
+    remedy = "round it by jaxnorm.quantize_kernel(kernel, jaxnorm.Quantization(jax.numpy.float8_e4m3fn))"
+    if kernel.values.dtype != FLOAT8:
+        raise TypeError(
+            f"{function}: kernel has values of {kernel.values.dtype}, expected {FLOAT8}; {remedy}, or use "
+            f"jaxnorm.quantized_dot."
+        )
+    if not kernel.transposed:
+        raise ValueError(f"{function}: kernel lies as (inputs, outputs), expected it transposed; {remedy}.")
+    expected = (kernel.values.shape[0], 1)
+    if kernel.scales.shape != expected:
+        raise ValueError(
+            f"{function}: kernel has scales of shape {kernel.scales.shape}, expected {expected}, one for each output; "
+            f"{remedy}."
+        )
 
 
 def check_bias(function: str, bias: object, kernel: jax.Array) -> jax.Array | None:

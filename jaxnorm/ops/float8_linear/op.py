@@ -44,13 +44,22 @@ def linear(spec: Float8Linear, operands: Operands[jax.Array]) -> jax.Array:
 
 def _linear(spec: Float8Linear, operands: Operands[jax.Array]) -> jax.Array:
     leaves, tree = jax.tree.flatten(operands)
-    x, kernel, bias, x_scales, carrier = jax.tree.unflatten(tree, compat.match_varying_axes(*leaves))
-    of_x = kernels.by_rows(spec, x, "forward") if x_scales is None else Rounded(x, formula.live(x, x_scales))
-    of_kernel = kernels.by_columns(spec, kernel, "forward")
+    x, kernel, bias, x_scales, x_carrier, kernel_scales, kernel_carrier = jax.tree.unflatten(
+        tree, compat.match_varying_axes(*leaves)
+    )
+    # What was given as it is rounded cannot be rounded again.
+    if x_scales is None:
+        of_x, saved = kernels.by_rows(spec, x, "forward"), Saved(x, bias=bias)
+    else:
+        of_x = Rounded(x, formula.live(x, x_scales))
+        saved = Saved(x_carrier, of_x, bias=bias)
+    if kernel_scales is None:
+        of_kernel, saved = kernels.by_columns(spec, kernel, "forward"), saved._replace(kernel=kernel)
+    else:
+        of_kernel = Rounded(kernel, kernel_scales.reshape(1, -1))
+        saved = saved._replace(kernel=kernel_carrier, rounded_kernel=of_kernel)
     asked = spec.of_product("y", spec.out_dtype, spec.out_spec)
     y = PRODUCT.bind(asked, _factors(*of_x, *of_kernel, bias))
-    # What was given as it is rounded cannot be rounded again.
-    saved = Saved(x if x_scales is None else carrier, None if x_scales is None else of_x, kernel, bias=bias)
     if spec.save == "quantized":
         saved = saved._replace(rounded_x=of_x, rounded_kernel=of_kernel)
     (y,) = FORWARD(spec, [y], saved)
@@ -83,7 +92,11 @@ class _Forward(Convention):
     def described(self, *types: ShapedArray, tree: PyTreeDef, spec: Float8Linear) -> Described:
         _, saved = jax.tree.unflatten(tree, types)
         x = saved.rounded_x.values if saved.x is None else saved.x
-        asked = Operands(x, saved.kernel, saved.bias)
+        kernel = saved.kernel
+        if kernel is None:
+            kernel = saved.rounded_kernel.values
+            kernel = kernel.update(shape=(*kernel.shape[:-2], *kernel.shape[:-3:-1]))
+        asked = Operands(x, kernel, saved.bias)
         return Described(NAME, asked, "forward", call_of(spec, asked))
 
 
@@ -272,8 +285,8 @@ FORWARD, BACKWARD = _Forward(f"jaxnorm_{NAME}_derivative"), _Backward(f"jaxnorm_
 
 def call_of(spec: Float8Linear, operands: Operands[ShapedArray]) -> Call:
     """The product of operands of these types."""
-    kernel = operands.kernel.shape
-    weights = (*kernel[:-2], *kernel[:-3:-1])
+    weights = operands.kernel.shape
+    weights = weights if operands.kernel_scales is not None else (*weights[:-2], *weights[:-3:-1])
     return _call(spec.of_product("y", spec.out_dtype), operands.x.shape, weights, operands.bias)
 
 
