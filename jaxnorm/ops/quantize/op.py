@@ -47,9 +47,7 @@ class Operands(NamedTuple):
 class ByColumns(NamedTuple):
     """What rounds a matrix of DTYPES by columns, with a kernel."""
 
-    bind: Callable[
-        [Quantization, jax.Array], tuple[jax.Array, jax.Array]
-    ]  # values (columns, rows), scales (columns, 1)
+    bind: Callable[[Quantization, jax.Array], tuple[jax.Array, jax.Array]]  # to (columns, rows) and (columns, 1)
     call: Callable[[Any], Call]  # by the type of the matrix
 
 
