@@ -13,8 +13,17 @@ from oracle import f64
 from quantizing import array_by_numpy
 
 from jaxnorm import Float8Recipe, Quantized, float8_linear, quantize_kernel, quantized_dot
-from ops.products import E4M3, RECIPES, assert_close, assert_norms_close, gradients_of, of_recipe, rows_of
-from ops.products import value_and_gradients, with_zeros
+from ops.products import (
+    E4M3,
+    RECIPES,
+    assert_close,
+    assert_norms_close,
+    gradients_of,
+    of_recipe,
+    rows_of,
+    value_and_gradients,
+    with_zeros,
+)
 
 ROWS, DEPTH, COLUMNS = (4, 6), 96, 48
 operands = partial(with_zeros, (*ROWS, DEPTH, COLUMNS))
