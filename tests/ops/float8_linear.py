@@ -13,17 +13,7 @@ from oracle import f64
 from quantizing import array_by_numpy
 
 from jaxnorm import Float8Recipe, Quantized, float8_linear, quantize_kernel, quantized_dot
-from ops.products import (
-    E4M3,
-    RECIPES,
-    assert_close,
-    assert_norms_close,
-    gradients_of,
-    of_recipe,
-    rows_of,
-    value_and_gradients,
-    with_zeros,
-)
+from ops.products import E4M3, assert_norms_close, gradients_of, of_recipe, rows_of, value_and_gradients, with_zeros
 
 ROWS, DEPTH, COLUMNS = (4, 6), 96, 48
 operands = partial(with_zeros, (*ROWS, DEPTH, COLUMNS))
@@ -114,9 +104,9 @@ def ahead(recipe, x, kernel, bias=None):
     return float8_linear(x, quantize_kernel(kernel, rounds, straight_through=True), bias=bias, recipe=recipe)
 
 
-# As are examples of x, tangents, and derivatives of gradients.
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-def test_a_kernel_that_was_rounded_ahead_is_as_good(recipe):
+@pytest.mark.parametrize("options", [{}, {"save": "inputs"}, {"weight_gradient": "compute"}, {"power_of_two": True}])
+def test_a_kernel_that_was_rounded_ahead_is_as_good(options):
+    recipe = Float8Recipe(**options)
     *args, dy = operands("bfloat16", "float32")
     ways = partial(ahead, recipe), lambda x, kernel, bias: float8_linear(x, kernel, bias=bias, recipe=recipe)
     for of in (lambda way: way, lambda way: jax.vmap(way, (0, None, None))):
@@ -126,8 +116,8 @@ def test_a_kernel_that_was_rounded_ahead_is_as_good(recipe):
     def penalty(way, *args):
         return (jax.grad(lambda x: jnp.sin(way(x, *args[1:])).sum().astype("float32"))(args[0]) ** 2).sum()
 
-    assert_close(*(jax.jvp(way, tuple(args), tuple(args)) for way in ways))
-    assert_close(*(jax.grad(partial(penalty, way), (0, 1))(*args) for way in ways), 2.0**-6)
+    assert_norms_close(*(jax.jvp(way, tuple(args), tuple(args)) for way in ways), 1e-3)
+    assert_norms_close(*(jax.grad(partial(penalty, way), (0, 1))(*args) for way in ways), 1e-2)
 
 
 def test_what_was_rounded_ahead_without_a_carrier_has_no_gradient():
@@ -136,7 +126,7 @@ def test_what_was_rounded_ahead_without_a_carrier_has_no_gradient():
     by_x = [jax.grad(lambda x, by=by: jnp.sin(float8_linear(x, by)).sum())(x) for by in (kernel, kernel_8)]
     np.testing.assert_array_equal(*by_x)
     exported = jax.export.export(jax.jit(float8_linear))(x, kernel_8)
-    assert_close(exported.call(x, kernel_8), float8_linear(x, kernel))
+    assert_norms_close(exported.call(x, kernel_8), float8_linear(x, kernel), 1e-6)
 
 
 # Examples of rows are rows, each with its example's scale.
