@@ -48,14 +48,12 @@ def check_kernel(
     function: str, kernel: object, shape: Sequence[int]
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     """The kernel as a matrix that goes with an x of this shape; of a quantised one its scales and carrier, too."""
-    result: tuple[jax.Array, jax.Array | None, jax.Array | None]
     if isinstance(kernel, Quantized):
-        dims = kernel.values.shape[::-1] if kernel.transposed else kernel.values.shape
-        result = kernel.values, kernel.scales, kernel.carrier
+        dims = kernel.values.shape[:: -1 if kernel.transposed else 1]
     else:
-        array = checks.check_array(function, "kernel", kernel)
-        check_float32(function, {"kernel": array})
-        dims, result = array.shape, (array, None, None)
+        kernel = checks.check_array(function, "kernel", kernel)
+        check_float32(function, {"kernel": kernel})
+        dims = kernel.shape
     if len(dims) != 2:
         raise ValueError(
             f"{function}: kernel has shape {dims}, expected two axes (K, N): inputs, and outputs; reshape it, or for "
@@ -68,13 +66,8 @@ def check_kernel(
         raise ValueError(
             f"{function}: x has shape {tuple(shape)} and kernel {dims}, expected (..., K) and (K, N); {remedy}."
         )
-    if isinstance(kernel, Quantized):
-        _check_rounded(function, kernel)
-    return result
-
-
-def _check_rounded(function: str, kernel: Quantized) -> None:
-    """That a matrix was rounded as it would be here."""
+    if not isinstance(kernel, Quantized):
+        return kernel, None, None
     remedy = "round it by jaxnorm.quantize_kernel(kernel, jaxnorm.Quantization(jax.numpy.float8_e4m3fn))"
     if kernel.values.dtype != FLOAT8:
         raise TypeError(
@@ -89,17 +82,18 @@ def _check_rounded(function: str, kernel: Quantized) -> None:
             f"{function}: kernel has scales of shape {kernel.scales.shape}, expected {expected}, one for each output; "
             f"{remedy}."
         )
+    return kernel.values, kernel.scales, kernel.carrier
 
 
-def check_bias(function: str, bias: object, kernel: jax.Array) -> jax.Array | None:
+def check_bias(function: str, bias: object, kernel: tuple[int, ...]) -> jax.Array | None:
     if bias is None:
         return None
     array = checks.check_array(function, "bias", bias)
     check_float32(function, {"bias": array})
-    if array.shape != kernel.shape[1:]:
+    if array.shape != kernel[1:]:
         raise ValueError(
-            f"{function}: bias has shape {array.shape}, expected {kernel.shape[1:]}: a number for each column of "
-            f"kernel, which has shape {kernel.shape}."
+            f"{function}: bias has shape {array.shape}, expected {kernel[1:]}: a number for each column of "
+            f"kernel, which has shape {kernel}."
         )
     return array
 

@@ -187,7 +187,7 @@ _KERNEL, _PLAIN = _Kernel("jaxnorm_quantize_kernel"), Float8Linear(out_dtype=FLO
 def _quantized(quantization: Quantization, kernel: jax.Array) -> tuple[jax.Array, jax.Array]:
     spec = dataclasses.replace(_PLAIN, power_of_two=quantization.power_of_two)
     values, scales = _KERNEL.primitive.bind(kernel, spec=spec, direction="forward")
-    return values, jnp.maximum(scales, SMALLEST_SCALE).reshape(-1, 1)
+    return values, jnp.maximum(scales, SMALLEST_SCALE).T
 
 
 BY_COLUMNS[FLOAT8] = ByColumns(_quantized, lambda kernel: RoundCall(_PLAIN, kernel, "forward"))
