@@ -10,6 +10,9 @@ widths; parameters and AdamW's state are float32. Every product but the last is 
     wide dw       the same, with the kernel's gradient in bfloat16
     fused         as rows, of what norms and gates have rounded
     fast y        as fused, with fast accumulation for y alone
+    ahead         as rows, of kernels that are rounded once a step
+
+With --accumulate a training step sums the gradients of so many micro-batches, each as large as the batch is without.
 
 Times are wall times of calls in a queue that is waited for once, taken in turns: "ms" is the median over the turns,
 "± us" half the range of its middle half, "x bf16" bfloat16's time over it. "loss" is that of the first step.
@@ -20,6 +23,7 @@ import statistics
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 
 import jaxnorm
 from bench import model, models, report, timing
@@ -36,6 +40,7 @@ RECIPES = {
     "wide dw": Float8Recipe(weight_gradient="compute"),
     "fused": Float8Recipe(),
     "fast y": Float8Recipe(fast_accumulation=("y",)),
+    "ahead": Float8Recipe(),
 }
 WAYS = {name: functools.partial(jaxnorm.float8_linear, recipe=recipe) for name, recipe in RECIPES.items()}
 WAYS["bf16"] = models.wide_product
@@ -47,10 +52,35 @@ def add_arguments(parser):
     parser.add_argument("--programs", nargs="+", default=model.PROGRAMS, choices=model.PROGRAMS)
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
     parser.add_argument("--layers", type=int, help="of each model")
+    parser.add_argument("--accumulate", type=int, default=1, help="micro-batches of a training step")
     model.add_turns(parser)
 
 
-def training(loss):
+def rounded(params):
+    """The parameters with the kernels of layers as `float8_linear` takes them."""
+    how = {"quantization": jaxnorm.Quantization(jnp.float8_e4m3fn), "straight_through": True}
+    layers = jax.tree.map(lambda p: jaxnorm.quantize_kernel(p, **how) if p.ndim == 2 else p, params["layers"])
+    return params | {"layers": layers}
+
+
+def accumulated(loss, prepare, count):
+    """The mean loss of micro-batches, and its gradients; the parameters are prepared once."""
+
+    def value_and_grad(params, *inputs):
+        prepared, pull_back = jax.vjp(prepare, params)
+
+        def add(total, part):
+            return jax.tree.map(jnp.add, total, jax.value_and_grad(loss)(prepared, *part)), None
+
+        parts = jax.tree.map(lambda array: array.reshape(count, -1, *array.shape[1:]), inputs)
+        zeros = jax.tree.map(jnp.zeros_like, (jnp.float32(0), prepared))
+        (value, grads), _ = jax.lax.scan(add, zeros, parts)
+        return jax.tree.map(lambda total: total / count, (value, *pull_back(grads)))
+
+    return value_and_grad
+
+
+def training(value_and_grad):
     """A step of AdamW, and what makes its moments."""
     import optax
 
@@ -58,14 +88,14 @@ def training(loss):
 
     def step(state, inputs, targets):
         params, moments = state
-        value, grads = jax.value_and_grad(loss)(params, inputs, targets)
+        value, grads = value_and_grad(params, inputs, targets)
         updates, moments = optimiser.update(grads, moments, params)
         return (optax.apply_updates(params, updates), moments), value
 
     return step, optimiser.init
 
 
-def programs_of(spec, program, ways, params, inputs):
+def programs_of(spec, program, ways, params, inputs, count=1):
     """The executables by way, and the state that they take."""
     state, executables = params, {}
     trains = program == "train step"
@@ -74,7 +104,10 @@ def programs_of(spec, program, ways, params, inputs):
     for way in ways:
         variant = ROUNDING if way in OF_ROUNDED else VARIANT
         loss = functools.partial(models.loss, replace(spec, product=WAYS[way]), variant)
-        step = training(loss)[0] if trains else models.forward(loss)
+        prepare = rounded if way == "ahead" else lambda params: params
+        whole = lambda params, *inputs, loss=loss, prepare=prepare: loss(prepare(params), *inputs)  # noqa: E731
+        gradient = jax.value_and_grad(whole) if count == 1 else accumulated(loss, prepare, count)
+        step = training(gradient)[0] if trains else models.forward(whole)
         name = f"{spec.name} {program} {way}, {variant}"
         executables[way] = model.compiled(name, step, (state, *inputs), (0,) if trains else ())
     return executables, state
@@ -95,9 +128,10 @@ def rows_of(spec, program, times, executables, losses):
 
 def measured(spec, args):
     ways = ["bf16", *(way for way in args.ways if way != "bf16")]
-    inputs = models.batch(spec)
     for program in args.programs:
-        executables, state = programs_of(spec, program, ways, models.init(spec), inputs)
+        count = args.accumulate if program == "train step" else 1
+        inputs = models.batch(replace(spec, batch=count * spec.batch))
+        executables, state = programs_of(spec, program, ways, models.init(spec), inputs, count)
         losses = {way: float(run(state, *inputs)[1]) for way, run in executables.items() if program == "forward"}
         times, _ = timing.in_turns(executables, state, inputs, args.turns, 1 if args.small else 3)
         yield from rows_of(spec, program, times, executables, losses)

@@ -319,6 +319,7 @@ ON_CPU = (*SUMMED, "ms", "copy ms", "XLA ms", "x XLA")
 CHOICES = ("mode", "dtype", "rows", "us", "jax.numpy us", "x jax.numpy", "x sort")
 LOOPS = ("sequences", "choice", "ms", "± us", "faster %")
 IN_TWO_PROCESSES = ("variant", "attention", "flags", "ms", "arrays", "differ")
+OLDER_STEPS = ("h100/float8", "h200/float8", "h200/float8-flax", "h200/float8-narrow")
 NEW_MODELS = ("h100/models", "h100/joint", "h100/qwen")
 TABLES = {
     "h200-headline": (headline, "h200/norms"),
@@ -339,6 +340,6 @@ TABLES = {
     "sampling": (functools.partial(chosen, columns=LOOPS), "h200/sampling-loop"),
     "reproducible": (functools.partial(chosen, columns=IN_TWO_PROCESSES), "h200/reproducible"),
     "cpu-embedding": (functools.partial(chosen, columns=ON_CPU), "cpu/embedding"),
-    "float8-steps": (wholes, "h200/float8-step", "h100/float8", "h200/float8", "h200/float8-flax", "h200/float8-narrow"),
+    "float8-steps": (wholes, "h200/float8-step", *OLDER_STEPS),
     "float8-forward": (wholes, "h200/float8-forward"),
 }

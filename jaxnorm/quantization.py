@@ -83,12 +83,12 @@ class Quantized:
       scales: float32, or float8_e8m0fnu. One a row: of values' shape with normalised axes of length 1. One a group: of
         values' shape with a last axis as long as a row has groups, or with that axis in front. One for everything: a
         scalar.
-      carrier: zeros through which a straight-through gradient flows, by `dequantize` and `quantized_dot` alone, of
-        values' shape and the dtype of what was quantised; None where none was asked for.
+      carrier: zeros through which a straight-through gradient flows, by `dequantize` and products alone, of the array's
+        shape and dtype, never transposed; None where none was asked for.
       groups_axis: the axis of scales along which groups stand, counted from the end: -1 by row, and by column as many
         axes from the end as what was quantised has.
-      transposed: whether the last two axes of the array stand in each other's place in values, scales and carrier, as
-        those of a kernel of `quantize_kernel` do.
+      transposed: whether the last two axes of the array stand in each other's place in values and scales, as those of a
+        kernel of `quantize_kernel` do.
     """
 
     values: jax.Array
@@ -110,9 +110,10 @@ class Quantized:
         groups = scales.shape[-2]
         values = self.values.reshape(*shape[:-1], groups, shape[-1] // (groups or 1)).astype(jnp.float32)
         array = lax.stop_gradient((values * scales).reshape(shape))
+        array = jnp.swapaxes(array, -1, -2) if self.transposed else array
         if self.carrier is not None:
             array = array + self.carrier.astype(jnp.float32)
-        return (jnp.swapaxes(array, -1, -2) if self.transposed else array).astype(np.dtype(dtype))
+        return array.astype(np.dtype(dtype))
 
 
 def quantized(quantization: Quantization, values: jax.Array, scales: jax.Array, carrier: jax.Array | None) -> Quantized:

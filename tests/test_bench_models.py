@@ -160,10 +160,11 @@ def test_tokens_are_log_uniform():
 
 
 @of_models
-def test_every_way_in_float8_trains_the_same_model():
+@pytest.mark.parametrize("count", [1, 2])
+def test_every_way_in_float8_trains_the_same_model(count):
     spec = replace(models.small(float8.EIGHT_B), attention="xla")
     inputs = models.batch(spec)
-    executables, state = float8.programs_of(spec, "train step", float8.WAYS, models.init(spec), inputs)
+    executables, state = float8.programs_of(spec, "train step", float8.WAYS, models.init(spec), inputs, count)
     # A step consumes its state.
     results = {way: run(jax.tree.map(jnp.copy, state), *inputs) for way, run in executables.items()}
     for (params, _), loss in results.values():

@@ -101,7 +101,7 @@ def test_in_words(info, arguments):
         ("--op qk_norm_rotary --shape 4096x4096", "heads of 4096 elements"),
         ("--op qkv_norm_rotary --shape 8x64x1024", "heads of 1024 elements"),
         ("--op qkv_norm_rotary --shape 8x6x64 --dtype float64", "qkv is float64"),
-        ("--op quantize_kernel", "in jax.numpy on every platform"),
+        ("--op quantize_kernel --out-dtype int8", "in jax.numpy on every platform"),
         ("--op quantized_dot --platform cpu", "a kernel for cuda, none for cpu"),
         ("--op quantized_dot --platform cuda --dtype int8", "cuBLASLt is taken for float8"),
         ("--op quantized_dot --platform cuda --columns 8", "(8, 4096), and cuBLASLt wants multiples"),

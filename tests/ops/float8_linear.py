@@ -12,7 +12,7 @@ from internals import Float8Linear
 from oracle import f64
 from quantizing import array_by_numpy
 
-from jaxnorm import Float8Recipe, Quantized, float8_linear, quantized_dot
+from jaxnorm import Float8Recipe, Quantized, float8_linear, quantize_kernel, quantized_dot
 from ops.products import E4M3, assert_norms_close, gradients_of, of_recipe, rows_of, value_and_gradients, with_zeros
 
 ROWS, DEPTH, COLUMNS = (4, 6), 96, 48
@@ -97,6 +97,31 @@ def test_products_are_chosen_by_direction(direction):
     native = Float8Linear(out_dtype=np.dtype("float32"), native_for="a function", native_ways=(direction,))
     kernels = [name for name in ("y", "dx", "dw") if native.of_product(name, np.float32).native_for == "a function"]
     assert formula == kernels == {"forward": ["y"], "backward": ["dx", "dw"]}[direction]
+
+
+@pytest.mark.parametrize("options", [{}, {"save": "inputs"}, {"weight_gradient": "compute"}, {"power_of_two": True}])
+def test_a_kernel_that_was_rounded_ahead_is_as_good(options):
+    recipe, (*args, dy) = Float8Recipe(**options), operands("bfloat16", "float32")
+    rounds = partial(quantize_kernel, quantization=of_recipe(recipe).kernel, straight_through=True)
+    each = lambda x, kernel, bias: float8_linear(x, kernel, bias=bias, recipe=recipe)  # noqa: E731
+    ways = lambda x, kernel, bias: each(x, rounds(kernel), bias), each
+    for of in (lambda way: way, lambda way: jax.vmap(way, (0, None, None))):
+        for a, e in zip(*(jax.jit(partial(value_and_gradients, of(way)))(*args, dy) for way in ways), strict=True):
+            np.testing.assert_array_equal(a, e)
+
+    def penalty(way, *args):
+        return (jax.grad(lambda x: jnp.sin(way(x, *args[1:])).sum().astype("float32"))(args[0]) ** 2).sum()
+
+    assert_norms_close(*(jax.jvp(way, tuple(args), tuple(args)) for way in ways), 1e-3)
+    assert_norms_close(*(jax.grad(partial(penalty, way), (0, 1))(*args) for way in ways), 1e-2)
+
+
+def test_what_was_rounded_ahead_without_a_carrier_has_no_gradient():
+    x, kernel, *_ = operands()
+    kernel_8, of_x = quantize_kernel(kernel, E4M3), jax.grad(lambda x, kernel: float8_linear(x, kernel).sum())
+    np.testing.assert_array_equal(of_x(x, kernel_8), of_x(x, kernel))
+    exported = jax.export.export(jax.jit(float8_linear))(x, kernel_8)
+    assert_norms_close(exported.call(x, kernel_8), float8_linear(x, kernel), 2.0**-7)
 
 
 # Examples of rows are rows, each with its example's scale.

@@ -18,7 +18,8 @@ from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec as P
 from quantizing import assert_same, by_numpy
 
-from jaxnorm import Float8Recipe, Quantization, Quantized, float8_linear
+from jaxnorm import Float8Recipe, Quantization, Quantized, float8_linear, quantize_kernel
+from ops.products import assert_norms_close
 
 # Of rows that a block keeps, or reads twice, with room for the magnitudes of all columns, or not; and odd ones.
 SHAPES = [(1, 16), (48, 64), (3, 5, 7), (257, 33), (2, 4096, 512), (40000, 64), (24, 20480), (24, 40960), (5, 81920)]
@@ -181,6 +182,38 @@ def test_a_compiled_step_has_three_products_and_no_wide_one():
     program = compiled(both_ways(Float8Recipe()), *arrays)
     assert calls_of(program.as_text()) == STEP
     assert not re.search(r"__cublas|__triton_gemm| dot\(", program.as_text())
+
+
+def accumulated(kernel, x):
+    """The kernel's gradient, summed over micro-batches x."""
+    quantise = partial(quantize_kernel, quantization=Quantization("float8_e4m3fn"), straight_through=True)
+    rounded, pull_back = jax.vjp(quantise, kernel)
+
+    def of_micro_batch(total, x):
+        gradient = jax.grad(lambda kernel: jnp.sin(float8_linear(x, kernel)).astype(jnp.float32).sum())(rounded)
+        return jax.tree.map(jnp.add, total, gradient), None
+
+    return pull_back(jax.lax.scan(of_micro_batch, jax.tree.map(jnp.zeros_like, rounded), x)[0])[0]
+
+
+def test_micro_batches_of_a_kernel_that_was_rounded_ahead():
+    x, kernel = draw("x", (3, 8, 64)), draw("kernel", (64, 32))
+    of = jax.grad(lambda kernel, x: jnp.sin(float8_linear(x, kernel)).sum())
+    assert_norms_close(accumulated(kernel, x), sum(of(kernel, one) for one in x), 0.01)
+
+
+# What a micro-batch does to the kernel's gradient is one addition, and there is no transposition of 4 bytes.
+@pytest.mark.deviceless
+@pytest.mark.usefixtures("on_hopper")
+def test_micro_batches_round_their_kernel_once():
+    shapes = {(DEPTH, OUTPUTS): "float32", (4, TOKENS, DEPTH): "bfloat16"}
+    text = compiled(accumulated, *types(list(starmap(jax.ShapeDtypeStruct, shapes.items())))).as_text()
+    body = next(part for part in text.split("\n\n") if "jaxnorm_quantized_dot" in part)
+    assert calls_of(body) == {"quantized_dot": 2, "round_rows": 1, "round_gradient": 1, "transpose_bytes": 1}
+    assert calls_of(text) == calls_of(body) | {"round_columns": 1}
+    wide = re.findall(rf"= f32\[{DEPTH},{OUTPUTS}\]\S* (?!get-tuple)(\S+)\(", body)
+    assert wide == ["fusion"]
+    assert not re.search(r"= f32\S* transpose\(", text)
 
 
 # Kernels that are split over the devices of the tokens, as FSDP does, travel as they are rounded.

@@ -75,15 +75,19 @@ FORMS = DOT | LINEAR
 
 X, KERNEL, TO_INT8, NATIVE = draw("x", (2, 3, 64)), draw("kernel", (64, 48)), to("int8"), {"implementation": "native"}
 W, KERNEL_8, Q8 = KERNEL.T, quantize_kernel(KERNEL, TO_INT8), quantize(X, E4M3)
+GROUPS = to("float8_e4m3fn", "groups of 32")
 BAD_LINEAR = named(
     call(jnp.float32(1), KERNEL).raises(ValueError, "x is a scalar, expected", "K"),
     call(X[..., :32], KERNEL).raises(ValueError, r"\(2, 3, 32\) and kernel \(64, 48\)", "K must be the same"),
     call(X, W).raises(ValueError, r"\(2, 3, 64\) and kernel \(48, 64\)", "pass kernel.T"),
     call(X, jnp.stack([KERNEL] * 2)).raises(ValueError, r"kernel has shape \(2, 64, 48\)", "jax.vmap"),
     call(X, KERNEL[:, 0]).raises(ValueError, r"kernel has shape \(64,\), expected two axes \(K, N\)"),
-    call(X, quantize(KERNEL, E4M3)).raises(TypeError, "use jaxnorm.quantized_dot"),
+    call(X, quantize(KERNEL, E4M3)).raises(ValueError, "expected it transposed", "jaxnorm.quantize_kernel"),
+    call(X, KERNEL_8).raises(TypeError, "kernel has values of int8", "or use jaxnorm.quantized_dot"),
+    call(X, quantize_kernel(W, E4M3)).raises(ValueError, r"\(2, 3, 64\) and kernel \(48, 64\)"),
+    call(X, quantize_kernel(KERNEL, GROUPS)).raises(ValueError, r"scales of shape \(48, 2\), expected \(48, 1\)"),
     call(quantize(X, TO_INT8), KERNEL).raises(TypeError, "values of int8, expected float8_e4m3fn"),
-    call(quantize(X, to("float8_e4m3fn", "groups of 32")), KERNEL).raises(ValueError, "no scales of groups"),
+    call(quantize(X, GROUPS), KERNEL).raises(ValueError, "no scales of groups"),
     call(quantize(X, E4M3, axis=0), KERNEL).raises(ValueError, "along the last axis"),
     call(X, KERNEL, recipe=E4M3).raises(TypeError, "recipe must be a jaxnorm.Float8Recipe"),
 )

@@ -169,12 +169,12 @@ def float8_linear(
     Args:
       x: floating-point array (..., K) of at most 32 bits; or a `Quantized` of float8_e4m3fn with a scale for each row
         or one for all, whose gradient is its carrier's.
-      kernel: floating-point array (K, N) of at most 32 bits, as Flax has it.
-      recipe: a `Float8Recipe`: what shares a scale, which products are float8, what is kept for the derivative.
+      kernel: such an array (K, N), as Flax has it; or one of `quantize_kernel`, which is not rounded again.
+      recipe: a `Float8Recipe`: which products are float8, what is kept for the derivative.
       implementation: as of `quantized_dot`, for rounding and products; None chooses for each product.
 
     Raises:
-      ValueError: K differs, kernel is no matrix, bias has another shape, or x has a scale for each group.
+      ValueError: K differs, kernel is no matrix, bias has another shape, or what is quantised has other scales.
       TypeError: an operand is not floating-point or of float64, or recipe is no `Float8Recipe`.
       RuntimeError: implementation="native", and no kernel serves the call.
 
@@ -198,21 +198,23 @@ def linear(
     """y, of a recipe that was checked."""
     choice = check_implementation(op.NAME, implementation)
     x = checks.check_x(function, x)
-    values, scales, carrier = (x.values, x.scales, x.carrier) if isinstance(x, Quantized) else (x, None, None)
-    weights = checks.check_kernel(function, kernel, values.shape)
+    values, *of_x = (x.values, x.scales, x.carrier) if isinstance(x, Quantized) else (x, None, None)
+    weights, *of_kernel = checks.check_kernel(function, kernel, values.shape)
+    order = 1 if of_kernel[0] is None else -1
     spec = Float8Linear(
         out_dtype=checks.check_out_dtype(function, out_dtype, x),
         weight_gradient=recipe.weight_gradient,
         fast_accumulation=recipe.fast_accumulation,
         power_of_two=recipe.power_of_two,
         save=recipe.save,
-        out_spec=_out_spec(values, weights, out_sharding),
+        out_spec=_out_spec(values, weights, order, out_sharding),
         wants_all_digits=products.wants_all_digits(precision),
         **choice.asks(function),
     )
-    if scales is not None:
-        scales = scales if scales.ndim else scales.reshape((1,) * values.ndim)
-    operands = _summed_wide(Operands(values, weights, checks.check_bias(function, bias, weights), scales, carrier))
+    if of_x[0] is not None and not of_x[0].ndim:
+        of_x[0] = of_x[0].reshape((1,) * values.ndim)
+    bias = checks.check_bias(function, bias, weights.shape[::order])
+    operands = _summed_wide(Operands(values, weights, bias, *of_x, *of_kernel))
     if spec.native_for:
         # One that must be native backward alone is held to the same.
         asked = dataclasses.replace(spec, native_ways=DIRECTIONS, formula_for=())
@@ -228,11 +230,12 @@ def _summed_wide(operands: Operands[jax.Array]) -> Operands[jax.Array]:
     return Operands(*jax.tree.unflatten(tree, wide))
 
 
-def _out_spec(x: jax.Array, kernel: jax.Array, out_sharding: OutSharding) -> PartitionSpec | None:
+def _out_spec(x: jax.Array, kernel: jax.Array, order: int, out_sharding: OutSharding) -> PartitionSpec | None:
     """How y is split over an Explicit mesh, where that is given or what is summed is split: as its rows and columns."""
     if out_sharding is not None:
         return out_sharding if isinstance(out_sharding, PartitionSpec) else out_sharding.spec
-    (*rows, of_x), (of_kernel, columns) = (tuple(jax.typeof(array).sharding.spec) for array in (x, kernel))
+    (*rows, of_x), lies = (tuple(jax.typeof(array).sharding.spec) for array in (x, kernel))
+    of_kernel, columns = lies[::order]
     names = jax.tree.leaves((rows, columns))
     # What is split twice by one name is no sharding, and JAX's product says so.
     is_known = (of_x is None and of_kernel is None) or len(set(names)) < len(names)

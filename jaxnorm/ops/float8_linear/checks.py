@@ -44,39 +44,56 @@ def check_x(function: str, x: object) -> jax.Array | Quantized:
     return x
 
 
-def check_kernel(function: str, kernel: object, shape: Sequence[int]) -> jax.Array:
-    """The kernel as a matrix that goes with an x of this shape."""
+def check_kernel(
+    function: str, kernel: object, shape: Sequence[int]
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    """The kernel as a matrix that goes with an x of this shape; of a quantised one its scales and carrier, too."""
     if isinstance(kernel, Quantized):
-        raise TypeError(
-            f"{function}: kernel is a jaxnorm.Quantized, expected an array (K, N), which is rounded here; of one "
-            f"that is quantised use jaxnorm.quantized_dot."
-        )
-    array = checks.check_array(function, "kernel", kernel)
-    check_float32(function, {"kernel": array})
-    if array.ndim != 2:
+        dims = kernel.values.shape[:: -1 if kernel.transposed else 1]
+    else:
+        kernel = checks.check_array(function, "kernel", kernel)
+        check_float32(function, {"kernel": kernel})
+        dims = kernel.shape
+    if len(dims) != 2:
         raise ValueError(
-            f"{function}: kernel has shape {array.shape}, expected two axes (K, N): inputs, and outputs; reshape it, "
-            f"or for several matrices use jax.vmap."
+            f"{function}: kernel has shape {dims}, expected two axes (K, N): inputs, and outputs; reshape it, or for "
+            f"several matrices use jax.vmap."
         )
-    depth = shape[-1]
-    if array.shape[0] != depth:
-        is_transposed = array.shape[1] == depth
+    depth, outputs = dims
+    if depth != shape[-1]:
+        is_transposed = outputs == shape[-1]
         remedy = "pass kernel.T, so that K is its first axis" if is_transposed else "K must be the same"
         raise ValueError(
-            f"{function}: x has shape {tuple(shape)} and kernel {array.shape}, expected (..., K) and (K, N); {remedy}."
+            f"{function}: x has shape {tuple(shape)} and kernel {dims}, expected (..., K) and (K, N); {remedy}."
         )
-    return array
+    if not isinstance(kernel, Quantized):
+        return kernel, None, None
+    remedy = "round it by jaxnorm.quantize_kernel(kernel, jaxnorm.Quantization(jax.numpy.float8_e4m3fn))"
+    if kernel.values.dtype != FLOAT8:
+        raise TypeError(
+            f"{function}: kernel has values of {kernel.values.dtype}, expected {FLOAT8}; {remedy}, or use "
+            f"jaxnorm.quantized_dot."
+        )
+    if not kernel.transposed:
+        raise ValueError(f"{function}: kernel lies as (inputs, outputs), expected it transposed; {remedy}.")
+    expected = (kernel.values.shape[0], 1)
+    if kernel.scales.shape != expected:
+        raise ValueError(
+            f"{function}: kernel has scales of shape {kernel.scales.shape}, expected {expected}, one for each output; "
+            f"{remedy}."
+        )
+    return kernel.values, kernel.scales, kernel.carrier
 
 
-def check_bias(function: str, bias: object, kernel: jax.Array) -> jax.Array | None:
+def check_bias(function: str, bias: object, kernel: tuple[int, ...]) -> jax.Array | None:
     if bias is None:
         return None
     array = checks.check_array(function, "bias", bias)
     check_float32(function, {"bias": array})
-    if array.shape != kernel.shape[1:]:
+    if array.shape != kernel[1:]:
         raise ValueError(
-            f"{function}: bias has shape {array.shape}, expected {kernel.shape[1:]}: a number for each column of "
-            f"kernel, which has shape {kernel.shape}."
+            f"{function}: bias has shape {array.shape}, expected {kernel[1:]}: a number for each column of "
+            f"kernel, which has shape {kernel}."
         )
     return array
 

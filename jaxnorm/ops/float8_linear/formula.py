@@ -55,13 +55,15 @@ class Float8Linear(ProductSpec):
 
 
 class Operands(NamedTuple, Generic[T_co]):
-    """Arrays, or their types. A carrier is zeros and changes no result; tangents flow through it."""
+    """Arrays, or their types. Carriers are zeros and change no result; tangents flow through them."""
 
     x: T_co  # (..., K), quantised where it has scales
-    kernel: T_co  # (K, N)
+    kernel: T_co  # (K, N), or (N, K), quantised, where it has scales
     bias: T_co | None = None  # (N,)
     x_scales: T_co | None = None  # (..., 1), or of as many axes of length 1 as x has
     x_carrier: T_co | None = None
+    kernel_scales: T_co | None = None  # (N, 1)
+    kernel_carrier: T_co | None = None  # (K, N)
 
 
 class Rounded(NamedTuple):
@@ -74,7 +76,7 @@ class Rounded(NamedTuple):
 class Saved(NamedTuple):
     """What a derivative reads: both factors of a product, the rounded kernel as (N, K).
 
-    Where they are rounded already, x, or its carrier, and the kernel are there for higher derivatives alone.
+    Where they are rounded already, x and the kernel, or their carriers, are there for higher derivatives alone.
     """
 
     x: jax.Array | None = None

@@ -7,6 +7,7 @@ kernel would make that of its own part; but what is rounded by columns is transp
 import dataclasses
 import math
 from collections.abc import Callable, Hashable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +18,16 @@ from jax.sharding import AxisType
 from jaxnorm.native import compat, ffi
 from jaxnorm.ops.float8_linear import formula
 from jaxnorm.ops.float8_linear.formula import FLOAT8, Float8Linear, Rounded
+from jaxnorm.ops.quantize.checks import SMALLEST_SCALE
+from jaxnorm.ops.quantize.op import BY_COLUMNS, ByColumns, Operands as Given
 from jaxnorm.ops.quantized_dot import op as quantized_dot
 from jaxnorm.primitive import fallback, lowering, reasons
 from jaxnorm.primitive.convention import Still
 from jaxnorm.primitive.decide import Call, Program
 from jaxnorm.primitive.lowering import Context, Value, Values
+from jaxnorm.primitive.registry import Described
 from jaxnorm.primitive.rules import Axes, Batched, Leaves, Types, all_none, at_front, examples_first
+from jaxnorm.quantization import Quantization
 
 # Targets that only CUDA has.
 ROWS, COLUMNS, GRADIENT = (f"jaxnorm_round_{name}" for name in ("rows", "columns", "gradient"))
@@ -137,6 +142,14 @@ class _Columns(_Round):
         return self.lowered(ctx, operands, attributes, ctx.avals_out)
 
 
+class _Kernel(_Columns):
+    """A matrix of `quantize_kernel`."""
+
+    def described(self, *types: ShapedArray, spec: Float8Linear, direction: str) -> Described:
+        given: Any = types[0]
+        return Described("quantize_kernel", Given(given), direction, RoundCall(spec, types[0], direction))
+
+
 class _Gradient(_Round):
     """dy times a factor for each column, by rows; and times one for each row, by columns."""
 
@@ -168,6 +181,16 @@ class _Gradient(_Round):
 
 
 _ROWS, _COLUMNS, _GRADIENT = _Rows(ROWS), _Columns(COLUMNS), _Gradient(GRADIENT)
+_KERNEL, _PLAIN = _Kernel("jaxnorm_quantize_kernel"), Float8Linear(out_dtype=FLOAT8)
+
+
+def _quantized(quantization: Quantization, kernel: jax.Array) -> tuple[jax.Array, jax.Array]:
+    spec = dataclasses.replace(_PLAIN, power_of_two=quantization.power_of_two)
+    values, scales = _KERNEL.primitive.bind(kernel, spec=spec, direction="forward")
+    return values, jnp.maximum(scales, SMALLEST_SCALE).T
+
+
+BY_COLUMNS[FLOAT8] = ByColumns(_quantized, lambda kernel: RoundCall(_PLAIN, kernel, "forward"))
 
 
 def by_rows(spec: Float8Linear, array: jax.Array, direction: str) -> Rounded:

@@ -44,15 +44,20 @@ def linear(spec: Float8Linear, operands: Operands[jax.Array]) -> jax.Array:
 
 def _linear(spec: Float8Linear, operands: Operands[jax.Array]) -> jax.Array:
     leaves, tree = jax.tree.flatten(operands)
-    x, kernel, bias, x_scales, carrier = jax.tree.unflatten(tree, compat.match_varying_axes(*leaves))
+    x, kernel, bias, x_scales, x_carrier, scales, carrier = jax.tree.unflatten(tree, compat.match_varying_axes(*leaves))
     of_x = kernels.by_rows(spec, x, "forward") if x_scales is None else Rounded(x, formula.live(x, x_scales))
-    of_kernel = kernels.by_columns(spec, kernel, "forward")
+    of_kernel = kernels.by_columns(spec, kernel, "forward") if scales is None else Rounded(kernel, scales.T)
     asked = spec.of_product("y", spec.out_dtype, spec.out_spec)
     y = PRODUCT.bind(asked, _factors(*of_x, *of_kernel, bias))
     # What was given as it is rounded cannot be rounded again.
-    saved = Saved(x if x_scales is None else carrier, None if x_scales is None else of_x, kernel, bias=bias)
-    if spec.save == "quantized":
-        saved = saved._replace(rounded_x=of_x, rounded_kernel=of_kernel)
+    again = spec.save == "inputs"
+    saved = Saved(
+        x if x_scales is None else x_carrier,
+        None if again and x_scales is None else of_x,
+        kernel if scales is None else carrier,
+        None if again and scales is None else of_kernel,
+        bias,
+    )
     (y,) = FORWARD(spec, [y], saved)
     return y
 
@@ -83,7 +88,7 @@ class _Forward(Convention):
     def described(self, *types: ShapedArray, tree: PyTreeDef, spec: Float8Linear) -> Described:
         _, saved = jax.tree.unflatten(tree, types)
         x = saved.rounded_x.values if saved.x is None else saved.x
-        asked = Operands(x, saved.kernel, saved.bias)
+        asked = Operands(x, _swapped(saved.rounded_kernel.values) if saved.kernel is None else saved.kernel, saved.bias)
         return Described(NAME, asked, "forward", call_of(spec, asked))
 
 
@@ -224,9 +229,8 @@ class _Backward(Convention):
         *rows, columns = dy.shape
         if wanted.x is not None:
             if saved.rounded_kernel is not None:
-                kernel = kernel.update(shape=(*kernel.shape[:-2], *kernel.shape[:-3:-1]))
-            weights = (*kernel.shape[:-2], *kernel.shape[:-3:-1])
-            calls.append(_call(spec.of_product("dx", wanted.x.dtype), dy.shape, weights))
+                kernel = _swapped(kernel)
+            calls.append(_call(spec.of_product("dx", wanted.x.dtype), dy.shape, _swapped(kernel).shape))
         if wanted.kernel is not None and spec.weight_gradient != "float8":
             calls.append(Formula("the recipe has the kernel's gradient by a wide product"))
         elif wanted.kernel is not None:
@@ -272,9 +276,13 @@ FORWARD, BACKWARD = _Forward(f"jaxnorm_{NAME}_derivative"), _Backward(f"jaxnorm_
 
 def call_of(spec: Float8Linear, operands: Operands[ShapedArray]) -> Call:
     """The product of operands of these types."""
-    kernel = operands.kernel.shape
-    weights = (*kernel[:-2], *kernel[:-3:-1])
-    return _call(spec.of_product("y", spec.out_dtype), operands.x.shape, weights, operands.bias)
+    weights = _swapped(operands.kernel) if operands.kernel_scales is None else operands.kernel
+    return _call(spec.of_product("y", spec.out_dtype), operands.x.shape, weights.shape, operands.bias)
+
+
+def _swapped(matrix: ShapedArray) -> ShapedArray:
+    swapped: ShapedArray = matrix.update(shape=(*matrix.shape[:-2], *matrix.shape[:-3:-1]))
+    return swapped
 
 
 def _call(asked: QuantizedDot, x: Sequence[int], weights: Sequence[int], bias: ShapedArray | None = None) -> Call:

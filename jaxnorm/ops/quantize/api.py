@@ -11,10 +11,10 @@ from jaxnorm.ops import checks as shared_checks
 from jaxnorm.ops.misuse import explained
 from jaxnorm.ops.options import Implementation
 from jaxnorm.ops.quantize import checks
-from jaxnorm.ops.quantize.op import DTYPES, OUT_DTYPES, QUANTIZE, Operands, Quantize, Results, forward
+from jaxnorm.ops.quantize.op import DTYPES, OUT_DTYPES, QUANTIZE, Operands, Quantize, Results, by_columns_of, of_kernel
 from jaxnorm.primitive import fallback, registry
-from jaxnorm.primitive.decide import Formula
-from jaxnorm.primitive.registry import Function
+from jaxnorm.primitive.decide import Call, Formula
+from jaxnorm.primitive.registry import Function, Request
 from jaxnorm.quantization import Quantization, Quantized, quantized
 
 _BY_XLA = "it is a formula in jax.numpy on every platform, which XLA fuses with the transposition"
@@ -64,14 +64,15 @@ def quantize(
 
 @explained
 def quantize_kernel(kernel: Any, quantization: Quantization, *, straight_through: bool = False) -> Quantized:
-    """Quantises the kernel of a linear layer for `quantized_dot`, with a scale for each output.
+    """Quantises the kernel of a linear layer for `quantized_dot` or `float8_linear`, with a scale for each output.
 
         scales = max|kernel| / largest      over the inputs, otherwise as of `quantize`
         values = kernel * (1 / scales)      clipped and rounded as those
 
         >>> kernel = quantize_kernel(jnp.ones((8, 4)), Quantization("int8"))  # its dequantize() has this shape
 
-    They lie in memory as 8-bit products read them, outputs first, and say so themselves (`transposed`).
+    They lie in memory as 8-bit products read them, outputs first, and say so themselves (`transposed`). An output of
+    zeros has the scale 2**-126 in float8_e4m3fn by "token", so that in `float8_linear` it changes no other's gradient.
 
     Args:
       kernel: floating-point array (..., inputs, outputs) of at most 32 bits; stacked layers have axes in front.
@@ -89,10 +90,11 @@ def quantize_kernel(kernel: Any, quantization: Quantization, *, straight_through
     kernel = shared_checks.check_x(name, kernel, "kernel")
     if kernel.ndim < 2:
         raise ValueError(f"{name}: kernel has shape {kernel.shape}, expected two axes or more: (..., inputs, outputs).")
-    x = jnp.swapaxes(kernel, -1, -2)
-    spec = _spec((name, "kernel"), x, quantization, (-1,), straight_through)
-    fallback.tell(name, Operands(x), "forward", _BY_XLA)
-    return dataclasses.replace(_result(spec, forward(spec, Operands(x))[0]), transposed=True)
+    lying = jax.eval_shape(lambda kernel: jnp.swapaxes(kernel, -1, -2), kernel)
+    spec = _spec((name, "kernel"), lying, quantization, (-1,), straight_through)
+    if kernel.ndim > 2 or by_columns_of(quantization, kernel) is None:
+        fallback.tell(name, Operands(lying), "forward", _BY_XLA)
+    return dataclasses.replace(_result(spec, of_kernel(spec, kernel)), transposed=True)
 
 
 def _check_order(function: str, array: Any, name: str) -> None:
@@ -105,7 +107,7 @@ def _check_order(function: str, array: Any, name: str) -> None:
 
 def _spec(
     function: tuple[str, str],
-    x: jax.Array,
+    x: Any,
     quantization: Quantization,
     axes: tuple[int, ...],
     straight_through: Any,
@@ -129,10 +131,16 @@ def _result(spec: Quantize, results: Results) -> Quantized:
     return quantized(spec.quantization, values, scales.reshape(()) if over_all else scales, carrier)
 
 
+def _call(request: Request) -> Call:
+    kernel = request.array(request.shape)
+    by_columns = by_columns_of(Quantization(request.out_dtype), kernel)
+    return Formula(_BY_XLA) if by_columns is None else by_columns.call(kernel)
+
+
 registry.add_functions(
     Function(
         "quantize_kernel",
-        call=lambda _: Formula(_BY_XLA),
+        call=_call,
         arguments=lambda request: {"kernel": request.array(request.shape)},
         dtypes=DTYPES,
         out_dtypes=OUT_DTYPES,

@@ -1,13 +1,16 @@
 """The op of an array that is quantised by rows, or by groups of their columns; its derivative is by convention."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxnorm.ops.quantize import rounding
+from jaxnorm.primitive.decide import Call
 from jaxnorm.primitive.family import Family
 from jaxnorm.primitive.op import LIKE_X, CallRows, Convention, Native, Op, Role, RowSpec, Statistics
 from jaxnorm.primitive.registry import Function, Request
@@ -41,6 +44,16 @@ class Operands(NamedTuple):
     x: jax.Array
 
 
+class ByColumns(NamedTuple):
+    """What rounds a matrix of DTYPES by columns, with a kernel."""
+
+    bind: Callable[[Quantization, jax.Array], tuple[jax.Array, jax.Array]]  # to (columns, rows) and (columns, 1)
+    call: Callable[[Any], Call]  # by the type of the matrix
+
+
+BY_COLUMNS: dict[np.dtype, ByColumns] = {}  # by the dtype that is rounded to; an op that has one adds it
+
+
 class Results(NamedTuple):
     values: jax.Array
     scales: jax.Array
@@ -68,6 +81,25 @@ def forward(spec: Quantize, operands: Operands) -> tuple[Results, Statistics]:
     x = operands.x
     v, _, carrier = rounding.straight_through(spec.derivative, x.astype(np.float32), None, x.dtype)
     return Results(*rounding.rounded(spec.quantization, v, spec.axes, None, spec.shards), carrier), ()
+
+
+def of_kernel(spec: Quantize, kernel: jax.Array) -> Results:
+    """The kernel of a linear layer, with its last two axes swapped but for the carrier."""
+    v, _, carrier = rounding.straight_through(spec.derivative, kernel, None, kernel.dtype)
+    by_columns = by_columns_of(spec.quantization, kernel)
+    if by_columns is not None:
+        bind = functools.partial(by_columns.bind, spec.quantization)
+        for _ in kernel.shape[2:]:
+            bind = jax.vmap(bind)
+        return Results(*bind(v), carrier)
+    wide = jnp.swapaxes(v, -1, -2).astype(np.float32)
+    return Results(*rounding.rounded(spec.quantization, wide, spec.axes), carrier)
+
+
+def by_columns_of(quantization: Quantization, kernel: Any) -> ByColumns | None:
+    """That of BY_COLUMNS which rounds a kernel, or one of this type."""
+    is_plain = quantization.granularity == "token" and quantization.max_scale is None
+    return BY_COLUMNS.get(quantization.dtype) if is_plain and kernel.dtype in DTYPES else None
 
 
 def _tangents(

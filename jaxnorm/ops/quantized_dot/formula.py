@@ -52,7 +52,7 @@ class Operands(NamedTuple, Generic[T_co]):
     x_scales: T_co | None = None  # (..., 1), or of as many axes of length 1
     bias: T_co | None = None  # (N,)
     x_carrier: T_co | None = None
-    weight_carrier: T_co | None = None
+    weight_carrier: T_co | None = None  # (K, N)
 
 
 Arrays = Operands[jax.Array]
@@ -94,7 +94,7 @@ def tangent(spec: QuantizedDot, operands: Arrays, dots: Operands[jax.Array | Non
         terms.append(_dot(x_dot, weights, wide))
     if dots.weight_carrier is not None:
         x = dequantized(operands.x, operands.x_scales, dots.weight_carrier.dtype)
-        terms.append(_dot(x, dots.weight_carrier, wide))
+        terms.append(products.wide_dot(x, dots.weight_carrier, ((x.ndim - 1,), (0,)), wide))
     if dots.bias is not None:
         rows = operands.x.shape[:-1]
         terms.append(jnp.broadcast_to(dots.bias.astype(wide), (*rows, *dots.bias.shape)))
