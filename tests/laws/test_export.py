@@ -25,12 +25,14 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from meshes import mesh_of, placed
 from native import is_built, native_calls
 from op import rows
+from ops.products import assert_norms_close
 from table import ADDED, EACH, EACH_OF_ALL, EVERY, GATED, NORMS, OPS, PER_HEAD
 from transformations import loss_of
 
 import jaxnorm
 
-pytestmark = [pytest.mark.jax_version, pytest.mark.usefixtures("exact_products")]
+pytestmark = pytest.mark.jax_version
+exact_products = pytest.mark.usefixtures("exact_products")
 
 
 def value_and_gradients(op):
@@ -38,7 +40,10 @@ def value_and_gradients(op):
 
 
 def assert_same(op, actual, expected):
-    if op in (*NORMS, *PER_HEAD):
+    if op.is_product and jax.default_backend() == "gpu":
+        # An exported program has no kernels of products, and XLA divides less exactly as it rounds.
+        assert_norms_close(actual, expected, 2.0**-5)
+    elif op in (*NORMS, *PER_HEAD):
         assert_near(actual, expected, atol=1e-5)
     else:
         assert_close(actual, expected)
@@ -48,6 +53,7 @@ def of_rows(op, rows):
     return op.draw(op.small._replace(dims=(rows, *op.small.dims[1:])))
 
 
+@exact_products
 @over([op for op in EVERY if op in (*EACH_OF_ALL, *NORMS)], count=lambda op: [1, 5, 600])
 def test_an_exported_program_runs_for_any_number_of_rows(op, count):
     program = export.deserialize(exported(op, value_and_gradients(op)).serialize())
@@ -62,12 +68,16 @@ def test_a_program_for_every_platform_holds_the_native_calls_of_each(op):
 
 
 # The result itself, as a program of inference has it.
+@exact_products
 @pytest.mark.parametrize("op", EVERY, ids=str)
 def test_an_exported_result(op):
     program = export.deserialize(exported(op, op.run(op.function)).serialize())
     args = of_rows(op, 5)
     assert count_native_calls(program.mlir_module()) == op.exported_calls(bwd=0)
-    assert bits(program.call(*args)) == bits(jax.jit(op.run(op.function))(*args))
+    if op.is_product:
+        assert_same(op, program.call(*args), jax.jit(op.run(op.function))(*args))
+    else:
+        assert bits(program.call(*args)) == bits(jax.jit(op.run(op.function))(*args))
 
 
 @pytest.mark.parametrize("name", ["add_rms_norm", "qk_norm_rotary", "qkv_norm_rotary", "rms_norm_quantized"])
@@ -85,6 +95,7 @@ def test_a_program_for_any_number_of_long_rows(op):
     assert_same(op, program.call(*op.draw(long)), jax.jit(value_and_gradients(op))(*op.draw(long)))
 
 
+@exact_products
 @pytest.mark.parametrize("op", EACH_OF_ALL, ids=str)
 def test_an_exported_program_has_a_gradient(op):
     program = exported(op, op.loss()).serialize(vjp_order=1)
@@ -92,6 +103,7 @@ def test_an_exported_program_has_a_gradient(op):
     assert_same(op, gradient(*args), jax.jit(op.gradient())(*args))
 
 
+@exact_products
 @over(EACH_OF_ALL, symbols=lambda op: ["batch, length"])
 def test_a_program_for_several_dimensions_of_unknown_size(op, symbols):
     program = exported(op, op.run(op.function), symbols=symbols)

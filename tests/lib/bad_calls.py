@@ -64,6 +64,7 @@ OF_X = {
     "group_norm": lambda x: jaxnorm.group_norm(x, num_groups=math.gcd(32, x.shape[-1])),
     "qk_norm_rotary": lambda x: jaxnorm.qk_norm_rotary(x, x, positions=jnp.zeros(x.shape[:-2], int)),
     "qkv_norm_rotary": _qkv_norm_rotary,
+    "quantize_kernel": lambda x: jaxnorm.quantize_kernel(x, Quantization("float8_e4m3fn")),
     "quantized_dot": lambda x: jaxnorm.quantized_dot(x, jaxnorm.quantize_kernel(_square(x), INT8)),
     "sample": lambda x: jaxnorm.sample(x, uniform=0.5, return_log_prob=True),
     "segment_sum": lambda x: jaxnorm.segment_sum(x, jnp.zeros(x.shape[:1], int), 8),
