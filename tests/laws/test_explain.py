@@ -114,7 +114,7 @@ KERNEL_8 = jaxnorm.quantize_kernel(X.T, INT8)
 # By what the public functions call themselves, and why no kernel serves them.
 CALLS = {
     **{name: (of_x(name), None) for name in functions()},
-    "quantize_kernel": (of_x("quantize_kernel"), "on every platform"),
+    "quantize_kernel": (of_x("quantize_kernel"), "none for cpu"),
     "quantized_dot": (lambda x: jaxnorm.quantized_dot(x, KERNEL_8), "none for cpu"),
     "float8_linear": (of_x("float8_linear"), "none for cpu"),
     "embedding": (of_x("embedding"), "XLA gathers rows"),
