@@ -109,7 +109,7 @@ def test_a_window_makes_no_mask(function):
 
 # A chunk whose logits take as much as the gradient of the kernel in float32, that gradient, and little else.
 def test_no_more_logits_than_a_chunk():
-    program = loss_program(partial(jaxnorm.linear_cross_entropy, rows_per_chunk=2048))
+    program = loss_program(functools.partial(jaxnorm.linear_cross_entropy, rows_per_chunk=2048))
     assert program.memory_analysis().temp_size_in_bytes < 2 * 4 * 1024 * CLASSES + 2**26
 
 
