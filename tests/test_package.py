@@ -33,7 +33,7 @@ def name(path):
     return str(path.relative_to(ROOT))
 
 
-LINES, FILES, TESTS_TO_PRODUCT, LONGEST = 85_322, 480, 0.692, 450
+LINES, FILES, TESTS_TO_PRODUCT, LONGEST = 85_321, 480, 0.692, 450
 
 
 @pytest.fixture(scope="module")

@@ -169,7 +169,7 @@ def float8_linear(
     Args:
       x: floating-point array (..., K) of at most 32 bits; or a `Quantized` of float8_e4m3fn with a scale for each row
         or one for all, whose gradient is its carrier's.
-      kernel: such an array (K, N), as Flax has it; or one of `quantize_kernel`, float8_e4m3fn, that is not rounded again.
+      kernel: such an array (K, N), as Flax has it; or one of `quantize_kernel`, float8_e4m3fn, not rounded again.
       recipe: a `Float8Recipe`: what shares a scale, which products are float8, what is kept for the derivative.
       implementation: as of `quantized_dot`, for rounding and products; None chooses for each product.
 
