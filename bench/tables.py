@@ -342,4 +342,5 @@ TABLES = {
     "cpu-embedding": (functools.partial(chosen, columns=ON_CPU), "cpu/embedding"),
     "float8-steps": (wholes, "h200/float8-step", *OLDER_STEPS),
     "float8-forward": (wholes, "h200/float8-forward"),
+    "float8-accumulate": (wholes, "h200/accumulate"),
 }
