@@ -236,7 +236,7 @@ def test_tables_are_written_drawn_and_checked(results, capsys, monkeypatch):
     assert "Not measured yet: cpu/norms." in page.read_text()
     monkeypatch.setattr(doc_results, "RESULTS", results)
     drawn = doc_results.on_page_markdown("<!-- drawn: h200-headline -->\n\nbelow", page=None, config=None, files=None)
-    assert drawn.startswith("- NVIDIA H200, 2 programs of a result and all its gradients: 2.00 times as fast as XLA's")
+    assert drawn.startswith("- NVIDIA H200, 2 programs of one op, forward and backward: 2.00 times as fast as XLA's")
     assert drawn.endswith(" from 0.50 (`rms_norm` step, float32, 4x1024) to 8.00.\n\nbelow")
     with pytest.raises(SystemExit, match="no table is called other; there are h200-headline"):
         tables.table("other", results)
