@@ -257,8 +257,8 @@ def promise(results):
     of_lookup = alone.removesuffix("the lookup alone")
     return [
         "One line, `jaxnorm.replace_layers(model)`, makes the training step of a GPT-2-like Flax model "
-        f"[{gain}](docs/benchmarks/{LOOKUPS}) on an {gpu}, {scatter_of_it} % from run to run: {of_lookup}the gradient of "
-        "the token embedding alone, and the rest by its norms. Parameters and checkpoints stay."
+        f"[{gain}](docs/benchmarks/{LOOKUPS}) on an {gpu}, {scatter_of_it} % from run to run: {of_lookup}the gradient "
+        "of the token embedding alone, and the rest by its norms. Parameters and checkpoints stay."
     ]
 
 
