@@ -167,7 +167,7 @@ def backward(spec: Float8Linear, dy: jax.Array, saved: Saved, wanted: Variables[
     gradients = {}
     if u is not None and kernel is not None and wanted.x is not None:
         asked = spec.of_product("dx", *wanted.x)
-        gradients["x"] = PRODUCT_OF_GRADIENT.bind(asked, _factors(*u, kernel.values, _single(kernel)))
+        gradients["x"] = PRODUCT_OF_GRADIENT.bind(asked, _factors(*u, kernel.values, None))
     if wanted.kernel is not None and x is not None:
         if v is None:
             gradients["kernel"] = formula.wide_of_kernel(spec, dy, x, saved, wanted.kernel)
@@ -186,17 +186,17 @@ def _rounded(
 ) -> tuple[Rounded | None, Rounded | None]:
     """dy times the scales of the kernel's columns, rounded by rows, and times those of x's rows, rounded by columns.
 
-    Without the other factor there is none of it. A single scale of the other factor goes to the result.
+    Without the other factor there is none of it. A single scale of x goes to the result.
     """
     if x is None and kernel is None:
         return None, None
-    of_columns = None if kernel is None or kernel.scales.size == 1 else kernel.scales[0]
+    of_columns = None if kernel is None else kernel.scales[0]
     of_rows = None if x is None or x.scales.size == 1 else x.scales
     return kernels.gradient(spec, dy, of_columns, of_rows, (kernel is not None, x is not None))
 
 
 def _single(other: Rounded) -> jax.Array | None:
-    """The scale of a factor that has one for all, and so did not go into dy."""
+    """The scale of an x that has one for all, and so did not go into dy."""
     return other.scales.reshape(1, 1) if other.scales.size == 1 else None
 
 
