@@ -52,7 +52,7 @@ primitive/convention.py: ops/float8_linear_native.py -k scales_of_examples
 examples of kernels as one example: primitive/convention.py: ops/products.py -k test_gradients_of_examples
 -self(with_examples(spec), results, front, **params)
 +self(spec, results, front, **params)
-one scale for all that no product has: ops/float8_linear/op.py: ops/float8_linear.py -k examples_of_quantized
+one scale for all that no product has: ops/float8_linear/op.py: ops/float8_linear.py -k x_of_one_scale
 -_factors(x.values, _single(x), *v)
 +_factors(x.values, None, *v)
 a product that XLA for CPUs has not for examples, 4fffaeb:

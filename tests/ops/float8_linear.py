@@ -124,6 +124,17 @@ def test_what_was_rounded_ahead_without_a_carrier_has_no_gradient():
     assert_norms_close(exported.call(x, kernel_8), float8_linear(x, kernel), 2.0**-7)
 
 
+# It goes to the result of dw, and not into dy.
+def test_an_x_of_one_scale():
+    values, kernel, dy = draw("x", (8, 16)).astype(E4M3.dtype), draw("kernel", (16, 32)), draw("dy", (8, 32))
+
+    def gradient(scales):
+        of_kernel = lambda kernel: float8_linear(Quantized(values, scales), kernel, out_dtype="float32")  # noqa: E731
+        return jax.vjp(of_kernel, kernel)[1](dy)[0]
+
+    np.testing.assert_allclose(gradient(jnp.float32(0.125)), gradient(jnp.full((8, 1), 0.125)), rtol=1e-6, atol=1e-6)
+
+
 # Examples of rows are rows, each with its example's scale.
 @pytest.mark.parametrize("scales", [(), (3,), (3, 8, 1)], ids=str)
 def test_gradients_of_examples_of_quantized(scales):
