@@ -491,3 +491,10 @@ def test_more_elements_than_int32_counts():
     actual = jax.jit(partial(jaxnorm.segment_sum, num_segments=1000, implementation="native"))(rows, ids)
     exact, _ = exact_sums(ids, np.ones((count, 1), "float32"), 1000)
     np.testing.assert_array_equal(actual, np.broadcast_to(round_to(exact, actual.dtype), actual.shape))
+
+
+def test_examples_of_tables_without_columns():
+    tables, ids = jnp.ones((3, 5, 0)), jnp.zeros((3, 4), int)
+    of = jax.vmap(lambda table, ids: jax.vjp(lambda table: jaxnorm.embedding(table, ids), table))
+    rows, pull_back = jax.jit(of)(tables, ids)
+    assert (rows.shape, jax.vmap(lambda pull, dy: pull(dy)[0])(pull_back, rows).shape) == ((3, 4, 0), (3, 5, 0))

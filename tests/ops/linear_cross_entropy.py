@@ -274,8 +274,9 @@ def test_a_gradient_of_the_loss_alone(reduction):
 
 
 @pytest.mark.parametrize("lead", [(), (0,), (1, 0), (1,), (37,), (2, 3, 5)], ids=str)
-def test_any_number_of_rows(lead):
-    moving, labels = split(dims=(*lead, 16), classes=9)
+@pytest.mark.parametrize("columns", [16, 0])
+def test_any_number_of_rows(lead, columns):
+    moving, labels = split(dims=(*lead, columns), classes=9)
     where = jnp.arange(9) < 7
     value, gradients = jax.jit(jax.value_and_grad(loss(labels, where=where, rows_per_chunk=4)))(moving)
     (expected, _), of = exact(labels, moving, where=where)

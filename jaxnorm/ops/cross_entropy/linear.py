@@ -216,14 +216,14 @@ def _in_chunks(chunks: int, array: jax.Array) -> jax.Array:
 
     Rows of zeros are added where they do not divide.
     """
-    rows = array.reshape(-1, array.shape[-1])
+    rows = lax.collapse(array, 0, -1)
     rows = jnp.pad(rows, [(0, -rows.shape[0] % chunks), (0, 0)])
-    return jnp.moveaxis(rows.reshape(-1, chunks, rows.shape[-1]), 1, 0)
+    return jnp.moveaxis(rows.reshape(len(rows) // chunks, chunks, rows.shape[-1]), 1, 0)
 
 
 def _joined(chunks: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """An array of rows of this shape from its chunks."""
-    rows = jnp.moveaxis(chunks, 0, 1).reshape(-1, chunks.shape[-1])
+    rows = lax.collapse(jnp.moveaxis(chunks, 0, 1), 0, 2)
     return rows[: math.prod(shape[:-1])].reshape(shape)
 
 

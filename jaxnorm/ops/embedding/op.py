@@ -158,7 +158,7 @@ class _Lookup(_ByIds):
             wide = tables.astype(wide_dtype([tables.dtype]))
             rows = jax.vmap(lambda *values: formula.lookup(spec, Rows(*values)))(wide, ids)
             return rules.at_front([rows, tables] if spec.with_table else [rows])
-        rows, *folded = bind_lookup(spec, tables.reshape(-1, tables.shape[-1]), numbers)
+        rows, *folded = bind_lookup(spec, lax.collapse(tables, 0, -1), numbers)
         return rules.at_front([rows, *(table.reshape(tables.shape) for table in folded)])
 
     def _direction(self, spec: Lookup) -> str:
@@ -271,7 +271,7 @@ class _Sum(_ByIds):
         size = data.shape[0]
         # What is in no sum of an example stands behind those of all examples.
         folded = dataclasses.replace(spec, segments=size * spec.segments, positions=spec.positions + 1, is_sorted=False)
-        sums = bind_sum(folded, data, numbers, *(array.reshape(-1, data.shape[-1]) for array in onto))
+        sums = bind_sum(folded, data, numbers, *(lax.collapse(array, 0, -1) for array in onto))
         return [sums.reshape(size, spec.segments, data.shape[-1])], [0]
 
     def _direction(self, spec: SegmentSum) -> str:
