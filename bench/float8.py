@@ -11,6 +11,7 @@ widths; parameters and AdamW's state are float32. Every product but the last is 
     fused         as rows, of what norms and gates have rounded
     fast y        as fused, with fast accumulation for y alone
     ahead         as rows, of kernels that are rounded once a step
+    plain         of one scale for each array in `jax.numpy`, gradients in float8_e5m2, as one writes it by hand
 
 With --accumulate a training step sums the gradients of so many micro-batches, each as large as the batch is without.
 
@@ -35,6 +36,37 @@ PARTS = {"llama": models.LLAMA_PACKED, "8b": EIGHT_B}
 VARIANT, ROUNDING, OF_ROUNDED = "jaxnorm-default", "jaxnorm-float8", ("fused", "fast y")
 
 
+def one_scale(array, dtype):
+    """The array in float8, and its scale."""
+    scale = jnp.max(jnp.abs(array)).astype(jnp.float32) / float(jnp.finfo(dtype).max)
+    scale = jnp.where(scale == 0, 1, scale)
+    return (array.astype(jnp.float32) / scale).astype(dtype), scale
+
+
+def scaled_dot(a, b, contracted, dtype):
+    (a, a_scale), (b, b_scale) = a, b
+    y = jax.lax.dot_general(a, b, (contracted, ((), ())), preferred_element_type=jnp.float32)
+    return (y * (a_scale * b_scale)).astype(dtype)
+
+
+@jax.custom_vjp
+def plain(x, matrix):
+    return plain_forward(x, matrix)[0]
+
+
+def plain_forward(x, matrix):
+    operands = one_scale(x, jnp.float8_e4m3fn), one_scale(matrix, jnp.float8_e4m3fn)
+    return scaled_dot(*operands, ((x.ndim - 1,), (0,)), x.dtype), (*operands, jnp.zeros((), matrix.dtype))
+
+
+def plain_backward(saved, dy):
+    x, matrix, like = saved
+    gradient, rows = one_scale(dy, jnp.float8_e5m2), tuple(range(dy.ndim - 1))
+    dx = scaled_dot(gradient, matrix, ((dy.ndim - 1,), (1,)), dy.dtype)
+    return dx, scaled_dot(x, gradient, (rows, rows), like.dtype)
+
+
+plain.defvjp(plain_forward, plain_backward)
 RECIPES = {
     "rows": Float8Recipe(),
     "wide dw": Float8Recipe(weight_gradient="compute"),
@@ -43,7 +75,7 @@ RECIPES = {
     "ahead": Float8Recipe(),
 }
 WAYS = {name: functools.partial(jaxnorm.float8_linear, recipe=recipe) for name, recipe in RECIPES.items()}
-WAYS["bf16"] = models.wide_product
+WAYS |= {"bf16": models.wide_product, "plain": plain}
 
 
 def add_arguments(parser):

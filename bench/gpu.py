@@ -14,7 +14,8 @@ takes beside its operands and results.
 
 A residual is donated to jaxnorm's forward, which writes the sum over it, and the sum is the next call's residual. In no
 program of jaxnorm's norms XLA may run a kernel of its own, or copy an array of x's size: that is an error. With
---default the programs are those of `implementation=None`, in which it may.
+--default the programs are those of `implementation=None`, in which it may. With --cudnn, `rms_norm` and `layer_norm`
+are timed beside cuDNN's norms, too.
 
 Of an embedding there is the gradient only, of bfloat16 rows for a float32 table. "order us" is what kernels take in
 jaxnorm's program that are not its own: those that sort ids. "fill us" is what a gradient takes that is filled alone.
@@ -36,7 +37,7 @@ import jax
 import jax.numpy as jnp
 from tqdm import tqdm
 
-from bench import ops, programs, report, shapes
+from bench import norms, ops, programs, report, shapes
 from bench.timing import device_time, sets_needed
 from jaxnorm.native import ffi
 
@@ -78,6 +79,7 @@ def add_arguments(parser):
     parser.add_argument("--ops", nargs="+", default=ops.OPS, choices=ops.OPS)
     parser.add_argument("--cols", nargs="+", type=int, help="these row lengths only")
     parser.add_argument("--iterations", type=int, default=20, help="calls of each program; five times as many if small")
+    parser.add_argument("--cudnn", action="store_true", help="beside cuDNN's norms, too")
     parser.add_argument("--default", action="store_true", help='jaxnorm with implementation=None, not "native"')
 
 
@@ -166,6 +168,10 @@ def measure_cell(cell, args, failed):
         for name, executable in executables.items()
     }
     times = attempts(timings.items(), failed)
+    if args.cudnn and cell.kind in norms.NORMS:
+        from bench import cudnn  # which few have
+
+        times |= {("cuDNN", direction): time for direction, time in cudnn.times(cell, sets, iterations).items()}
     temporary = {name: of.memory_analysis().temp_size_in_bytes for name, of in executables.items()}
     measured = [direction for direction in cell.moved if ("jaxnorm", direction) in times]
     rows = [row(cell, direction, times, temporary, copy, error) for direction in measured]
@@ -206,7 +212,9 @@ def row(cell, direction, times, temporary, copy, error):
     op, rows, cols = report.op_name(cell.kind, direction), cell.shape.rows, cell.shape.cols
     ours, xla = times["jaxnorm", direction], times.get(("XLA", direction))
     rate = cell.moved[direction] / ours.seconds
-    return {
+    peer = times.get(("cuDNN", direction))
+    peers = {"cuDNN us": peer.seconds * 1e6, "x cuDNN": peer.seconds / ours.seconds} if peer else {}
+    return peers | {
         "op": op,
         "dtype": cell.dtype,
         "shape": cell.shape.name,

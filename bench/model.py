@@ -7,8 +7,8 @@ Each program is compiled with XLA's fusion of the formula ("xla"), with jaxnorm'
 gates, as jaxnorm chooses by default; in a U-Net that is the activation. "jaxnorm-default-norm" has the norms alone,
 "jaxnorm" and "jaxnorm-joint" are both with kernels wherever there are some. "jaxnorm-default-loss" has the kernel's
 loss beside the default, "jaxnorm-default-linear-loss" `linear_cross_entropy`. "flax" is XLA's code for LayerNorm,
-GroupNorm and the lookup of tokens as Flax computes them. jaxnorm rotates and gates in float32 and rounds once, "xla"
-rounds before and within.
+GroupNorm and the lookup of tokens as Flax computes them. jaxnorm rotates and gates in float32 and rounds once, as
+"xla-float32" does; "xla" rounds before and within.
 
 Times are wall times of calls in a queue that is waited for once, taken in turns: "ms" is the median over the turns,
 "± us" half the range of its middle half. "norms us" is the median of what a turn took longer than the turn without
@@ -60,6 +60,7 @@ def add_arguments(parser):
     parser.add_argument("--lookups", action="store_true", help="pairs that differ in the lookup, in place of variants")
     parser.add_argument("--classes", type=int, help="the vocabulary of the language model")
     parser.add_argument("--layers", type=int, help="of each transformer")
+    parser.add_argument("--dtype", default="bfloat16", help="of the activations of each transformer")
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32], help="sequences of a decoding step")
     add_turns(parser)
 
@@ -150,7 +151,7 @@ def measure_decoding(spec, variants, args):
     the host out; its time is that of the program divided by its tokens.
     """
     tokens = 2 if args.small else 20
-    params = models.serving(models.init(spec))
+    params = models.serving(spec)
     for batch in args.batches:
         spec = replace(spec, batch=batch)
         name = f"{spec.name}, decode {batch}"
@@ -172,12 +173,14 @@ def spec_of(spec, args):
     if not isinstance(spec, models.Spec):
         return spec
     classes = args.classes if args.classes and spec.language else spec.classes
-    return replace(spec, attention=attention_of(spec), classes=classes, layers=args.layers or spec.layers)
+    spec = replace(spec, classes=classes, dtype=args.dtype, layers=args.layers or spec.layers)
+    return replace(spec, attention=attention_of(spec))
 
 
 def attention_of(spec):
-    """cuDNN's on a GPU, but of 197 tokens, which it does not take."""
-    return "cudnn" if jax.default_backend() == "gpu" and spec.tokens % 64 == 0 else "xla"
+    """cuDNN's on a GPU, but of 197 tokens or of float32, which it does not take."""
+    is_taken = spec.tokens % 64 == 0 and spec.dtype != "float32"
+    return "cudnn" if jax.default_backend() == "gpu" and is_taken else "xla"
 
 
 def main(args):
@@ -188,7 +191,8 @@ def main(args):
     if args.lookups:
         variants = [*model_norms.TWINS.values(), *model_norms.TWINS]
     else:
-        header |= {"classes": next((spec.classes for spec in specs.values() if spec.language), None)}
+        classes = next((spec.classes for spec in specs.values() if spec.language), None)
+        header |= {"dtype": args.dtype, "classes": classes}
     for part, spec in specs.items():
         run = measure_decoding if part.startswith("decode") else measure_training
         rows += run(spec, variants, args)

@@ -25,10 +25,12 @@ class Variant(NamedTuple):
     loss: str = "xla"
     rounds: bool = False  # RMSNorms of the stream, and the gates of an MLP, give values of float8 and their scales
     lookup: str = "xla"
+    wide: bool = False  # XLA rotates and gates in float32 and rounds once, as the kernels do
 
 
 VARIANTS = {
     "xla": Variant("xla"),
+    "xla-float32": Variant("xla", wide=True),
     "flax": Variant("flax", lookup="flax"),
     "jaxnorm": Variant("native"),
     "jaxnorm-joint": Variant("native", joins=True),
@@ -44,11 +46,11 @@ VARIANTS = {
 }
 # What has another lookup, and what it is compared with: by the lookup alone, and by all that `replace_layers` does.
 TWINS = {"jaxnorm-lookup": "jaxnorm-flax-lookup", "jaxnorm-layers": "flax"}
-# Rows of a table in bfloat16. The gradient of XLA's is a sum in float32, that of Flax's in bfloat16.
+# Rows of a table in another dtype. The gradient of XLA's is a sum in the table's, that of Flax's in the rows'.
 LOOKUPS = {
-    "xla": lambda table, ids: table[ids].astype(jnp.bfloat16),
-    "flax": lambda table, ids: jnp.take(table.astype(jnp.bfloat16), ids, axis=0),
-    "default": lambda table, ids: jaxnorm.embedding(table, ids, dtype=jnp.bfloat16),
+    "xla": lambda table, ids, dtype: table[ids].astype(dtype),
+    "flax": lambda table, ids, dtype: jnp.take(table.astype(dtype), ids, axis=0),
+    "default": lambda table, ids, dtype: jaxnorm.embedding(table, ids, dtype=dtype),
 }
 TO_FLOAT8 = {"quantization": jaxnorm.Quantization(jnp.float8_e4m3fn), "straight_through": True}
 
@@ -71,18 +73,25 @@ class Norms(NamedTuple):
     heads: Callable  # queries, keys, values, the weights of the first two, positions -> all three
     joint_heads: Callable  # the same of all three in one array
     gated: Callable  # gate and up of an MLP side by side, in one array -> activation(gate) * up
-    lookup: Callable = LOOKUPS["xla"]  # a table, ids -> rows
+    lookup: Callable = LOOKUPS["xla"]  # a table, ids, a dtype -> rows
 
 
 def norms_of(spec, variant):
-    name, joins, _, rounds, lookup = VARIANTS[variant]
-    norms = (joined if joins else separate)(spec, name)._replace(lookup=LOOKUPS[lookup])
+    name, joins, _, rounds, lookup, wide = VARIANTS[variant]
+    norms = joined(spec, name) if joins else separate(spec, name, in_float32 if wide else lambda function: function)
+    norms = norms._replace(lookup=LOOKUPS[lookup])
     return norms._replace(**rounding(spec)) if rounds else norms
 
 
-def separate(spec, name):
-    """XLA adds, rotates and gates."""
+def in_float32(function):
+    """A function of an array that is computed in float32, and whose result is rounded to the array's dtype."""
+    return lambda x, *args: function(x.astype(jnp.float32), *args).astype(x.dtype)
+
+
+def separate(spec, name, widened):
+    """XLA adds, rotates and gates; the last two are `widened`."""
     norm = norm_of(spec, name)
+    rotated = widened(lambda x, weights, positions: rotate(norm(x, weights), positions))
 
     def stream(x, weights):
         return norm(x, weights), x
@@ -91,7 +100,7 @@ def separate(spec, name):
         return x + (norm(part, post) if post else part if gate is None else gate * part)
 
     def heads(q, k, v, q_weights, k_weights, positions):
-        return rotate(norm(q, q_weights), positions), rotate(norm(k, k_weights), positions), v
+        return rotated(q, q_weights, positions), rotated(k, k_weights, positions), v
 
     def joint_heads(qkv, *weights_and_positions):
         ends = spec.heads, spec.heads + spec.groups
@@ -101,7 +110,7 @@ def separate(spec, name):
         gate, up = jnp.split(packed, 2, axis=-1)
         return getattr(jax.nn, spec.activation)(gate) * up
 
-    return Norms(stream, norm, add, heads, joint_heads, gated)
+    return Norms(stream, norm, add, heads, joint_heads, widened(gated))
 
 
 def joined(spec, name):

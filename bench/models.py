@@ -1,8 +1,8 @@
 """The models that `bench model` times: transformers as plain functions of their parameters.
 
-Matrices are float32 and cast to bfloat16 where they are used; activations are bfloat16; the norms' weights stay
-float32, as in the model hubs. Query, key and value are three products, so that a norm over heads reads a whole array,
-or one joint product, of which XLA's fusion and `qkv_norm_rotary` read each in place.
+Activations are bfloat16, or what `Spec.dtype` says; matrices are float32 and cast to that where they are used; the
+norms' weights stay float32, as in the model hubs. Query, key and value are three products, so that a norm over heads
+reads a whole array, or one joint product, of which XLA's fusion and `qkv_norm_rotary` read each in place.
 """
 
 import functools
@@ -39,6 +39,7 @@ class Spec:
     batch: int
     tokens: int
     classes: int
+    dtype: str = "bfloat16"  # of activations
     attention: str | Callable = "xla"  # `jax.nn`'s implementation, or a function of queries, keys and values
     product: Callable = wide_product  # of x and a matrix
     kv_heads: int | None = None  # of keys and values, each for a group of queries; None is as many as heads
@@ -143,8 +144,8 @@ def batch(spec, seed=1):
     dims = (spec.batch, spec.tokens)
     if spec.language:
         return log_uniform(keys[0], dims, spec.classes), jax.random.randint(keys[1], dims, 0, spec.classes)
-    patches = jax.random.normal(keys[0], (*dims, PATCH), jnp.bfloat16)
-    condition = jax.random.normal(keys[2], (spec.batch, spec.dim), jnp.bfloat16)
+    patches = jax.random.normal(keys[0], (*dims, PATCH), spec.dtype)
+    condition = jax.random.normal(keys[2], (spec.batch, spec.dim), spec.dtype)
     inputs = (patches, condition) if spec.conditioned else patches
     return inputs, jax.random.randint(keys[1], dims[:1], 0, spec.classes)
 
@@ -231,7 +232,7 @@ def hidden(spec, norms, params, inputs):
         return attention(q, k, v), None
 
     embed = params["embed"]
-    stream = norms.lookup(embed, inputs) if spec.language else spec.product(inputs, embed)
+    stream = norms.lookup(embed, inputs, spec.dtype) if spec.language else spec.product(inputs, embed)
     if spec.learned:
         stream = stream + params["positions"].astype(stream.dtype)
     if spec.after_sum:
@@ -281,15 +282,15 @@ def forward(loss):
     return lambda params, inputs, targets: (None, loss(params, inputs, targets))
 
 
-def serving(params):
-    """The parameters as a server holds them: every matrix in bfloat16, the norms' weights in float32."""
-    return jax.tree.map(lambda param: param.astype(jnp.bfloat16) if param.ndim > 1 else param, params)
+def serving(spec):
+    """The parameters as a server holds them: every matrix in the activations' dtype, the norms' weights in float32."""
+    return jax.tree.map(lambda param: param.astype(spec.dtype) if param.ndim > 1 else param, init(spec))
 
 
 def full_cache(spec):
     """State before a token: the tokens, their position, and random keys and values of every layer and position."""
     dims = (spec.batch, spec.groups, spec.tokens, spec.head_size)
-    cache = [tuple(jax.random.normal(random_key(i), dims, jnp.bfloat16) for i in range(2)) for _ in range(spec.layers)]
+    cache = [tuple(jax.random.normal(random_key(i), dims, spec.dtype) for i in range(2)) for _ in range(spec.layers)]
     return jnp.arange(spec.batch) % spec.classes, jnp.array(0), cache
 
 

@@ -104,7 +104,7 @@ def in_loops(args):
     """A row for each number of sequences and way to choose; norms are XLA's code."""
     spec = replace(models.small(models.QWEN) if args.small else models.QWEN, tokens=64 if args.small else CACHED)
     spec = spec if args.small else replace(spec, layers=12)
-    params, tokens = models.serving(models.init(spec)), 2 if args.small else 20
+    params, tokens = models.serving(spec), 2 if args.small else 20
     for sequences in (2,) if args.small else SEQUENCES:
         spec = replace(spec, batch=sequences)
         state = models.full_cache(spec)

@@ -27,8 +27,9 @@ AFTER_SUM, LEARNED, UNET = models.small(models.BERT), models.small(models.GPT2),
 TRAINED = [
     *((spec, norms) for spec in (LANGUAGE, IMAGES, AFTER_SUM, UNET) for norms in ("jaxnorm", "jaxnorm-joint")),
     *((spec, "flax") for spec in (IMAGES, UNET, LEARNED)),
-    (JOINT, "jaxnorm-lookup"),
+    *((JOINT, norms) for norms in ("jaxnorm-lookup", "xla-float32")),
     (LEARNED, "jaxnorm-layers"),
+    (replace(CONDITIONED, name="float32", dtype="float32"), "jaxnorm-default"),
     *((spec, norms) for spec in (JOINT, SANDWICH, CONDITIONED) for norms in ("jaxnorm-joint", "jaxnorm-default-loss")),
 ]
 # What bfloat16 activations leave: XLA's norms, scanned and unrolled, gave losses that were up to 6e-4 apart, and
@@ -99,7 +100,7 @@ def test_decoding_gives_the_logits_of_the_training_model(spec, norms):
     _, _, cache = models.full_cache(spec)
     for position in range(spec.tokens):
         state = (tokens[:, position], jnp.array(position), cache)
-        (chosen, _, cache), logits = step(state, models.serving(params))
+        (chosen, _, cache), logits = step(state, models.serving(spec))
     expected = models.hidden(spec, model_norms.norms_of(spec, "xla"), params, tokens)[:, -1]
     expected = models.wide_product(expected, params["head"])
     assert np.linalg.norm(np.float64(logits - expected)) < 2e-2 * np.linalg.norm(np.float64(expected))
