@@ -1,4 +1,4 @@
-"""Whole blocks of published models, with what stands beside their norms: a mapping for `replace_layers`."""
+"""Blocks of published models, each with what surrounds its norms: a mapping for `replace_layers`."""
 
 from typing import TYPE_CHECKING
 

@@ -2,9 +2,9 @@
 
     block = jax.checkpoint(block, policy=jaxnorm.checkpoint_policies.save_norms)
 
-Where a derivative follows, each result of a norm and each of its statistics has one of `NAMES`, so that
+Under a derivative each result and each statistic of a norm has one of `NAMES`, so
 `jax.checkpoint_policies.save_only_these_names(*NAMES)` and its like work as well. Name all of them: one native call
-gives them together, and it runs again if one is missing. What the package's other functions give has these names too.
+computes them together, and runs again if one is missing. Results of the package's other functions have these names too.
 """
 
 from typing import Any
@@ -16,18 +16,17 @@ __all__ = ["NAMES", "recompute_norms", "save_norms"]
 
 
 def save_norms(prim: Any, *_: Any, **params: Any) -> bool:
-    """Keeps what norms give for the backward pass, and recomputes everything else.
+    """Saves results and statistics of norms for the backward pass, and recomputes everything else.
 
-    One native call each way, for the memory of the norms' results.
-    `jax.checkpoint_policies.save_from_both_policies(save_norms, dots_saveable)` keeps matrix products too.
+    Each norm is then one native call each way, and its results stay in memory.
+    `jax.checkpoint_policies.save_from_both_policies(save_norms, dots_saveable)` saves matrix products too.
     """
     return is_named(prim, params)
 
 
 def recompute_norms(prim: Any, *_: Any, **params: Any) -> bool:
-    """Keeps everything but what norms give, which a second forward call computes again: norms are cheap to repeat.
-
-    The statistics are among it: the call that gives the result gives them too.
+    """Saves everything but the results and statistics of norms, which a second forward call recomputes: norms are
+    cheap.
     """
     # What is quantised stands in a function with a derivative of its own.
     inner = [eqn.primitive for eqn in params["call_jaxpr"].eqns] if "call_jaxpr" in params else []

@@ -1,4 +1,4 @@
-"""What jaxnorm is made of here, and what would run for a given array: `python -m jaxnorm.info [--json]`."""
+"""How jaxnorm was built, and what runs for a given array: `python -m jaxnorm.info [--json]`."""
 
 from jaxnorm.inspect.report import call, in_words, main, native_modules, plan_in_words, versions
 

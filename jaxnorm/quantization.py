@@ -1,4 +1,4 @@
-"""How an array is to be quantised, and what comes of it."""
+"""How an array is quantised, and the quantised array."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -25,22 +25,23 @@ FLOAT32, EXPONENT = jnp.dtype("float32"), jnp.dtype("float8_e8m0fnu")
 class Quantization:
     """How norms and `quantize` quantise: hashable, equal by value, static for `jax.jit`.
 
+        >>> to = Quantization("int8", "group", group_size=64)
+
     Args:
-      dtype: `jax.numpy.float8_e4m3fn` (values to ±448), `float8_e5m2` (±57344) or `int8` (±127: symmetric); for weights
-        also `int4` (±7: symmetric) or `float4_e2m1fn` (±6), which no norm quantises to.
-      granularity: what shares a scale. "token": a row, that is one vector of the normalised axes; of weights an output
-        channel. "group": `group_size` neighbouring elements of a row. "tensor": everything; a norm's caller gives the
-        scale.
-      group_size: 32, 64 or 128 with "group", where None is 128; None otherwise.
-      power_of_two: rounds a scale up to a power of two, of floats only; with another scale than the caller's.
-      max_scale: upper bound of a computed scale, at least 2**-126; what is larger then is clipped. None: no bound.
-      scales_dtype: `float32`, or of groups of floats `float8_e8m0fnu`, an exponent in 8 bits: the scales are powers of
-        two then, as with power_of_two, and so is max_scale. With a group_size of 32 that is an MX format, rounded up.
-      scales_layout: "row", or of groups "column": the axis of groups is the first of scales, as products that scale by
-        blocks read them.
+      dtype: `jax.numpy.float8_e4m3fn` (values to ±448), `float8_e5m2` (±57344) or `int8` (symmetric, ±127); for weights
+        also `int4` (symmetric, ±7) and `float4_e2m1fn` (±6).
+      granularity: what shares a scale. "token": a row along the normalised axes, or an output channel of weights.
+        "group": `group_size` neighbouring elements of a row. "tensor": everything; for a norm you give that scale.
+      group_size: 32, 64 or 128 with "group" (None is 128), otherwise None.
+      power_of_two: rounds computed scales up to powers of two, for floats only.
+      max_scale: upper bound of computed scales, at least 2**-126; larger values are clipped. None: no bound.
+      scales_dtype: `float32`, or for groups of floats `float8_e8m0fnu`, an 8-bit exponent: scales, and max_scale, are
+        powers of two then. With a group_size of 32 that is an MX format, rounded up.
+      scales_layout: "row", or for groups "column": the axis of groups comes first in scales, as block-scaled products
+        read them.
 
     Raises:
-      ValueError, TypeError: the options are not those above, or do not go together.
+      ValueError, TypeError: an option is none of the above, or options do not go together.
     """
 
     dtype: Any
@@ -69,26 +70,23 @@ class Quantization:
 
     @property
     def largest(self) -> float:
-        """The largest value of dtype that is used."""
+        """The largest magnitude of a value."""
         return (LARGEST | LARGEST_OF_WEIGHTS)[self.dtype]
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False)
 class Quantized:
-    """A quantised array, a pytree: `values * scales` approximates what was quantised.
+    """A quantised array, a pytree: `values * scales` approximates the array.
 
     Attributes:
-      values: of the array's shape and the dtype quantised to; as they lie in memory, see `transposed`.
-      scales: float32, or float8_e8m0fnu. One a row: of values' shape with normalised axes of length 1. One a group: of
-        values' shape with a last axis as long as a row has groups, or with that axis in front. One for everything: a
-        scalar.
-      carrier: zeros through which a straight-through gradient flows, by `dequantize` and products alone, of the array's
-        shape and dtype, never transposed; None where none was asked for.
-      groups_axis: the axis of scales along which groups stand, counted from the end: -1 by row, and by column as many
-        axes from the end as what was quantised has.
-      transposed: whether the last two axes of the array stand in each other's place in values and scales, as those of a
-        kernel of `quantize_kernel` do.
+      values: of the array's shape, but see `transposed`, and of the dtype it was quantised to.
+      scales: float32 or float8_e8m0fnu. For rows: values' shape with normalised axes of length 1. For groups: values'
+        shape with an axis of groups for the last one, at the end or in front. For everything: a scalar.
+      carrier: zeros of the array's shape and dtype, never transposed, through which `dequantize` and products pass a
+        straight-through gradient; None where none was asked for.
+      groups_axis: the axis of groups in scales, counted from the end: -1 by row, minus the array's rank by column.
+      transposed: whether values and scales have the array's last two axes swapped, as `quantize_kernel` makes them.
     """
 
     values: jax.Array
@@ -98,9 +96,9 @@ class Quantized:
     transposed: bool = field(default=False, metadata={"static": True})
 
     def dequantize(self, dtype: Any = jnp.float32) -> jax.Array:
-        """`values * scales`, computed in float32 and rounded to dtype, plus the carrier; of the array's shape.
+        """`values * scales` plus the carrier, computed in float32 and rounded to dtype; of the array's shape.
 
-        Its derivative is the carrier's: the cotangent of this result is that of what was quantised.
+        Its derivative is the carrier's: the cotangent of this result is that of the array.
         """
         shape, scales = self.values.shape, self.scales.astype(jnp.float32)
         if self.groups_axis != -1:

@@ -1,4 +1,4 @@
-"""The functions that change the layers of a model of `flax.nnx` that is there already."""
+"""Functions that change the layers of an existing `flax.nnx` model."""
 
 from typing import Any
 
@@ -13,12 +13,12 @@ from jaxnorm.reports import Comparison, Report
 
 
 def replace_layers(model: Any, custom: Custom | None = None) -> tuple[Any, Report]:
-    """Puts jaxnorm's norms and Embed into a model of `flax.nnx`, in place: `jaxnorm.nnx.replace_layers`, which see.
+    """Replaces norms and Embeds of a `flax.nnx` model by jaxnorm's, in place: see `jaxnorm.nnx.replace_layers`.
 
         >>> from flax import nnx
         >>> model, report = replace_layers(nnx.LayerNorm(8, rngs=nnx.Rngs(0)))
 
-    For models of `flax.linen` there is `jaxnorm.linen.using_layers`.
+    For models of `flax.linen` use `jaxnorm.linen.using_layers`.
     """
     from jaxnorm import nnx  # Flax is optional
 
@@ -26,7 +26,7 @@ def replace_layers(model: Any, custom: Custom | None = None) -> tuple[Any, Repor
 
 
 def restore_layers(model: Any) -> tuple[Any, Report]:
-    """Takes what `replace_layers` put into a model of `flax.nnx` out again: `jaxnorm.nnx.restore_layers`, which see.
+    """Undoes `replace_layers` on a `flax.nnx` model, in place: see `jaxnorm.nnx.restore_layers`.
 
     >>> from flax import nnx
     >>> model, report = restore_layers(replace_layers(nnx.LayerNorm(8, rngs=nnx.Rngs(0)))[0])
@@ -37,25 +37,25 @@ def restore_layers(model: Any) -> tuple[Any, Report]:
 
 
 def compare_layers(model: Any, *args: Any, loss: Loss | None = None, **kwargs: Any) -> Comparison:
-    """Runs a `flax.nnx` model that `replace_layers` changed beside a copy with its own norms, and compares the two.
+    """Compares a `flax.nnx` model that `replace_layers` changed with a copy that has its own norms: results and times.
 
         >>> from flax import nnx
         >>> model, _ = replace_layers(nnx.LayerNorm(8, rngs=nnx.Rngs(0)))
         >>> comparison = compare_layers(model, jnp.ones((2, 8)), loss=lambda model, x: model(x).var())
 
-    Both run with the same parameters and other variables, forward and as the gradient of `loss` by the parameters,
-    under `jax.jit`, in turns. For a model of `flax.linen` there is `jaxnorm.linen.compare_layers`.
+    Both run in turns under `jax.jit`, with the same parameters and other variables: forward, and the gradient of `loss`
+    by the parameters. For a model of `flax.linen` use `jaxnorm.linen.compare_layers`.
 
     Args:
       model: a module that `replace_layers` changed.
-      *args: those of its call. Arrays are traced, modules, as a cache, too, and all else stays what it is.
+      *args: arguments of its call. Arrays are traced, and modules, such as a cache; all else is static.
       **kwargs: likewise, by name.
-      loss: a function of the model, args and kwargs that gives a scalar. None is the mean of squares of each floating
-        array that the model gives, and the sum of these.
+      loss: a function of the model, args and kwargs that returns a scalar. None: the mean square of each floating-point
+        output, and the sum of these.
 
     Returns:
       A `jaxnorm.reports.Comparison`: the largest differences, relative to the largest magnitude with the model's own
-      norms, and the median times. Printed, it is a small table.
+      norms, and the median times. It prints as a small table.
 
     Raises:
       TypeError: model is no module of flax.nnx that can be called, an array has no values, or loss is no function.
@@ -79,25 +79,25 @@ def quantize_linears(
         >>> from flax import nnx
         >>> model, report = quantize_linears(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), kernels=jnp.int8)
 
-    Each `flax.nnx.Linear` becomes a `jaxnorm.nnx.QuantizedLinear`, in stacked layers too, and stays the same object: in
-    place of its kernel (in, out) it has `values` (out, in) and `scales` (out, 1), which are no `nnx.Param`. Left are
-    other layers, subclasses with a `__call__`, layers with a `dot_general` or `promote_dtype` of their own.
+    Each `flax.nnx.Linear`, in stacked layers too, becomes a `jaxnorm.nnx.QuantizedLinear` and stays the same object.
+    `values` (out, in) and `scales` (out, 1), no `nnx.Param`s, replace its kernel (in, out). Other layers, subclasses
+    with their own `__call__`, and layers with their own `dot_general` or `promote_dtype` stay.
 
     Args:
-      model: a module, or a list, dict or other pytree of modules. To load a quantised checkpoint, call this on what
+      model: a module, or a list, dict or other pytree of modules. To load a quantised checkpoint, pass what
         `nnx.eval_shape` makes of the model, and `nnx.update` the result.
-      kernels: to float8_e4m3fn, float8_e5m2, int8 or int4, with granularity "token"; a dtype alone stands for that.
-      inputs: how the input of a layer is quantised on the way, likewise: to float8 for kernels of float8, to int8
-        for those of int8 and int4. None is weight-only: the input stays as it is.
-      only: a function of the path and the layer, true of those to quantise; None is all. The others are left.
+      kernels: a `Quantization` to float8_e4m3fn, float8_e5m2, int8 or int4, of "token", or the dtype alone.
+      inputs: how inputs are quantised at each call, likewise: float8 with float8 kernels, int8 with int8 and int4
+        kernels. None leaves inputs as they are: weight-only.
+      only: a function of path and layer, true for those to quantise. None is all.
 
     Returns:
       The same model and a `jaxnorm.reports.Report`: `replaced` has (path, class) of each layer that was quantised,
       `left` has (path, class, why) of each that was not.
 
     Raises:
-      TypeError: model is of `flax.linen` or no model, or kernels and inputs are no such dtypes.
-      ValueError: no layer is quantised, the model is an argument of a running `nnx.jit`, or one is not of "token".
+      TypeError: model is of `flax.linen` or no model, or kernels or inputs are no such dtypes.
+      ValueError: no layer is quantised, model is an argument of a running `nnx.jit`, or a granularity is not "token".
     """
     from jaxnorm.integrations.flax import nnx_linear  # Flax is optional
 
@@ -105,30 +105,30 @@ def quantize_linears(
 
 
 def float8_linears(model: Any, recipe: Float8Recipe = DEFAULT, *, only: Only | None = None) -> tuple[Any, Report]:
-    """Computes the linear layers of a `flax.nnx` model in float8, forward and backward, in place and at any depth.
+    """Makes the linear layers of a `flax.nnx` model compute in float8, forward and backward, in place and at any depth.
 
         >>> from flax import nnx
         >>> model, report = float8_linears(nnx.Linear(8, 4, rngs=nnx.Rngs(0)))
 
-    Each `flax.nnx.Linear` becomes a `jaxnorm.nnx.Float8Linear`, in stacked layers too, which calls `float8_linear`.
-    Modules stay the same objects with the same parameters. Left are `LinearGeneral`, `Einsum`, convolutions, `Embed`,
-    subclasses with a `__call__` of their own, layers with a `dot_general` or `promote_dtype` of their own, other dtypes
-    than float32, bfloat16 and float16, and modules of `flax.linen`, for which there is `jaxnorm.linen.using_float8`.
+    Each `flax.nnx.Linear`, in stacked layers too, becomes a `jaxnorm.nnx.Float8Linear`, which calls `float8_linear`,
+    and stays the same object with the same parameters. `LinearGeneral`, `Einsum`, convolutions, `Embed`, subclasses
+    with their own `__call__`, layers with their own `dot_general` or `promote_dtype`, and dtypes other than float32,
+    bfloat16 and float16 stay as they are. For `flax.linen` use `jaxnorm.linen.using_float8`.
 
     Args:
       model: a module, or a list, dict or other pytree of modules.
-      recipe: how layers are rounded, and what is kept for the derivative.
-      only: a function of the path and the layer, true of those to compute in float8; None is all. What is in float8
-        already is left, so a model of mixed recipes takes a call for each.
+      recipe: how layers round, and what they keep for the derivative.
+      only: a function of path and layer, true for those to change. None is all. Layers in float8 already stay, so a
+        model with several recipes takes one call for each.
 
     Returns:
-      The same model and a `jaxnorm.reports.Report`: `replaced` has (path, class) of each layer that is computed in
-      float8, `left` has (path, class, why) of each that is not.
+      The same model and a `jaxnorm.reports.Report`: `replaced` has (path, class) of each layer that is now in float8,
+      `left` has (path, class, why) of each that is not.
 
     Raises:
-      TypeError: model is of `flax.linen` or no model, recipe is no `Float8Recipe`, or only no function.
-      ValueError: there is no `flax.nnx.Linear` to compute in float8, and none that was changed before, or the model is
-        an argument of a transformation of flax.nnx, as `nnx.jit`, which is running.
+      TypeError: model is of `flax.linen` or no model, recipe is no `Float8Recipe`, or only is no function.
+      ValueError: model has no `flax.nnx.Linear` to change and none that was changed before, or is an argument of a
+        running transformation of flax.nnx, as `nnx.jit`.
     """
     from jaxnorm.integrations.flax import nnx_linear  # Flax is optional
 

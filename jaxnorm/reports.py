@@ -1,4 +1,4 @@
-"""What is told of a program or a model: what `explain` says of calls, what became of layers, how two models compare."""
+"""Reports on programs and models: the calls that `explain` finds, layers that were replaced, two models compared."""
 
 import dataclasses
 import statistics
@@ -15,17 +15,23 @@ ALREADY = " already"  # so ends why a module is left that was changed before
 
 
 class Replaced(NamedTuple):
+    """A layer that was replaced."""
+
     path: Path
     cls: type
 
 
 class Left(NamedTuple):
+    """A layer that was left, and why."""
+
     path: Path
     cls: type
     why: str
 
 
 class Within(NamedTuple):
+    """A norm inside a module that a function of a mapping computes."""
+
     path: Path
     cls: type
     block: Path  # of the module around it that a function of a mapping computes
@@ -34,12 +40,11 @@ class Within(NamedTuple):
 
 @dataclasses.dataclass
 class Report:
-    """Which norms and embeddings, or linear layers, of a model were replaced, and which were left, and why.
+    """Which layers of a model were replaced, which were left, and why. It prints one line for each.
 
-    `within` are those within a module that a mapping names. Its function may compute them itself or call them, and then
-    they run as replaced or, with a reason in `why`, as their own code. The paths are those of the parameters, the
-    classes those of the model. `unused` are classes of the mapping of which the model has no module. Printed, it is a
-    line for each.
+    `within` has norms inside a module that a mapping names. Its function may compute them, or call them: then they run
+    as replaced or, with a reason in `why`, as their own code. Paths are those of the parameters, classes those of the
+    model. `unused` has classes of the mapping that no module of the model has.
     """
 
     replaced: list[Replaced] = dataclasses.field(default_factory=list)
@@ -50,19 +55,19 @@ class Report:
     unused: list[type] = dataclasses.field(default_factory=list)
 
     def add(self, path: Path, cls: type, why: str | None) -> None:
-        """A norm that is replaced, or left if there is a reason. Of calls that are alike the first one counts."""
+        """Notes a layer as left if there is a reason, else as replaced; equal calls count once."""
         if why is None and Replaced(path, cls) not in self.replaced:
             self.replaced.append(Replaced(path, cls))
         if why is not None and Left(path, cls, why) not in self.left:
             self.left.append(Left(path, cls, why))
 
     def name_unused(self, custom: Mapping[type, Any], classes: Iterable[type]) -> None:
-        """Has the classes of a mapping in `unused` that are none of a model's, but for those of `blocks.find`."""
+        """Puts classes of a mapping that no module of the model has in `unused`, but for those of `blocks.find`."""
         unused = (cls for cls in custom if not any(issubclass(of_model, cls) for of_model in classes))
         self.unused = [cls for cls in unused if not _is_of_blocks(custom[cls])]
 
     def put_within(self, blocks: Sequence[Path]) -> None:
-        """Has what lies within modules at these paths in `within`, each by the module that is next around it."""
+        """Moves what lies within modules at these paths to `within`, each with its innermost such module."""
 
         def around(path: Path) -> Path | None:
             return max((block for block in blocks if block == path[: len(block)] != path), key=len, default=None)
@@ -105,7 +110,7 @@ def _named(path: Path) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Runs:
-    """What runs for a call on a platform: "native" or "xla", and why."""
+    """Whether "native" or "xla" runs for a call on a platform, and why."""
 
     platform: str
     implementation: str
@@ -114,10 +119,10 @@ class Runs:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A call of a function of jaxnorm in a program, in one direction.
+    """One call of a function of jaxnorm in a program, in one direction.
 
-    `line` is that of the caller, as "file:line (function)". `operands` are what is read, as "x: bfloat16[8,128]".
-    `direction` is "forward", "backward", or "tangent" for what forward mode adds.
+    `line` is where it was called, as "file:line (function)". `operands` are the arrays read, as "x: bfloat16[8,128]".
+    `direction` is "forward", "backward", or "tangent" for the extra work of forward mode.
     """
 
     line: str
@@ -127,12 +132,12 @@ class Call:
     runs: tuple[Runs, ...]
 
     def on(self, platform: str) -> Runs:
-        """What runs on one of the platforms."""
+        """What runs on this platform."""
         return {runs.platform: runs for runs in self.runs}[platform]
 
 
 class Explanation(tuple[Call, ...]):
-    """The calls of a program; printed, a table."""
+    """The calls of a program; it prints as a table."""
 
     __slots__ = ()
 
@@ -157,7 +162,7 @@ class Explanation(tuple[Call, ...]):
 
 
 def _is_of_all(runs: Runs) -> bool:
-    """Whether the reason is that of all calls on the platform, and so is told once."""
+    """Whether the reason holds for all calls on the platform, and so is printed once."""
     return runs.why == ffi.why_nowhere(runs.platform)
 
 
@@ -171,7 +176,7 @@ def _whys(all_runs: Iterable[Runs]) -> list[str]:
 
 
 class Times(NamedTuple):
-    """Seconds of a call: the median over the turns, and the quartiles."""
+    """Seconds of a call: the quartiles, and the median, over the turns."""
 
     low: float
     median: float
@@ -187,7 +192,7 @@ class Times(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """What a call takes with the model's own norms and as it is."""
+    """The times of a call with the model's own norms, and as it is."""
 
     own: Times
     replaced: Times
@@ -195,12 +200,12 @@ class Pair(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """A model beside a copy with its own norms. Printed, it is a small table.
+    """A model compared with a copy that has its own norms; it prints as a small table.
 
-    `outputs` is the largest difference of the two models' outputs, relative to the largest magnitude of an output with
-    the model's own norms, and `gradients` that of the gradients by the parameters, likewise; `parameter` is where it
-    is, None for a model without parameters. `forward` and `backward` have the seconds of a call, `own` and `replaced`,
-    each with its `median` and quartiles, `low` and `high`; backward is all that gradients take, the forward pass too.
+    `outputs` and `gradients` are the largest differences of outputs and of parameters' gradients, each relative to the
+    largest magnitude with the model's own norms. `parameter` names where that of gradients is, None for a model without
+    parameters. `forward` and `backward` have the seconds of a call, `own` and `replaced`, each with `median` and the
+    quartiles `low` and `high`; backward includes the forward pass.
     """
 
     outputs: float

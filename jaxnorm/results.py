@@ -1,4 +1,4 @@
-"""What functions with several results return: tuples with names, which a program that is exported may return too."""
+"""Named tuples: the results of functions that return several. An exported program may return them too."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ from jaxnorm.quantization import Quantized
 
 
 class AddedNorm(NamedTuple):
-    """What a norm of a sum gives: `y` and the sum, which is the next `residual`."""
+    """The norm of a sum, `y`, and the sum, which is the next `residual`."""
 
     y: jax.Array
     residual: jax.Array
@@ -31,11 +31,11 @@ class QKV(NamedTuple):
 
 
 class RowStatistics(NamedTuple):
-    """What a norm computed of each row, in float32, with normalised axes of length 1.
+    """The statistics of each row of a norm, in float32, with normalised axes of length 1.
 
     Attributes:
-      rstd: the reciprocal of the root mean square, or of LayerNorm the standard deviation, with epsilon in it.
-      mean: LayerNorm's, else None.
+      rstd: 1 / root mean square, for LayerNorm 1 / standard deviation, with epsilon in it.
+      mean: LayerNorm's mean, else None.
     """
 
     rstd: jax.Array
@@ -43,12 +43,12 @@ class RowStatistics(NamedTuple):
 
 
 class QuantizedNorm(NamedTuple):
-    """What a norm with an 8-bit result gives.
+    """The results of a norm that quantises.
 
     Attributes:
-      quantized: the result.
-      residual: the sum of x and the residual, None where none was given.
-      y: the result before it is quantised, in x's dtype, None where with_unquantized does not ask for it.
+      quantized: the 8-bit result.
+      residual: the sum of x and residual; None if there is no residual.
+      y: the result before it is quantised, in x's dtype; None unless with_unquantized=True.
       statistics: of each row, without a gradient.
     """
 

@@ -1,4 +1,4 @@
-"""Every call of a program, and what runs for it: `jaxnorm.explain`, and `--explain` of `python -m jaxnorm.info`."""
+"""The calls of a program and what runs for each: `jaxnorm.explain`, and `--explain` of `python -m jaxnorm.info`."""
 
 import importlib
 import inspect
@@ -22,22 +22,20 @@ _run = jax.make_user_context(None)
 
 
 def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
-    """Traces function(*args, **kwargs) and says of every call of jaxnorm in it whether a kernel or XLA's code runs.
+    """Traces function(*args, **kwargs) and tells for each call of jaxnorm in it whether a kernel or XLA's code runs.
 
         >>> print(explain(jax.grad(lambda x: rms_norm(x).sum()), jnp.ones((2, 8))))  # doctest: +ELLIPSIS
         line...
 
-    Nothing is computed: arguments may be `jax.ShapeDtypeStruct`s. A function that takes a gradient has calls in both
-    directions, and only such a one has a backward. The same call of the same line stands there once, however often it
-    is made.
+    Nothing is computed, so arguments may be `jax.ShapeDtypeStruct`s. Backward calls appear only if function takes a
+    gradient. Equal calls on one line appear once.
 
-    The platforms are those that jaxnorm has kernels for and JAX's default one. For a program that XLA splits over
-    devices there are further reasons, of its compilation: `JAXNORM_WARN_FALLBACK=1` tells of them.
+    Platforms are those with kernels of jaxnorm, and JAX's default one. Where XLA splits a program over devices,
+    compilation may add reasons, which `JAXNORM_WARN_FALLBACK=1` prints.
 
     Args:
       function: any function that JAX can trace, under `jax.jit` or not.
-      *args: its arguments. Arrays among them are traced; of a function that is not under `jax.jit` all else stays what
-        it is, as num_groups=32.
+      *args: its arguments. Without `jax.jit` arrays among them are traced, and all else is static, as num_groups=32.
       **kwargs: likewise, by name.
 
     Returns:
@@ -92,7 +90,7 @@ def _in_words(value: Any) -> str:
 
 
 def calls_in(jaxpr: Any, outer: fallback.Line | None = None) -> Iterator[tuple[fallback.Line | None, Described]]:
-    """The calls that are primitives, at any depth. Those in which there is no line of the user have the outer one."""
+    """The calls that are primitives, at any depth. Those without a line of the user get the outer one."""
     for equation in jaxpr.eqns:
         line = fallback.line_of_user(equation.source_info.traceback) or outer
         if describe := registry.known(equation.primitive).describe:

@@ -1,4 +1,4 @@
-"""What jaxnorm is made of here, and what would run for a given array: `python -m jaxnorm.info [--json]`."""
+"""How jaxnorm was built, and what runs for a given array: `python -m jaxnorm.info [--json]`."""
 
 import dataclasses
 import html
@@ -35,7 +35,7 @@ def versions() -> Report:
 
 
 def native_modules() -> Report:
-    """For each platform with kernels whether its module is loaded, and how it was built or why it is not there."""
+    """For each platform with kernels: whether its module is loaded, and how it was built or why it is missing."""
     report: Report = {}
     for platform in ffi.PLATFORMS:
         if not ffi.available(platform):
@@ -53,7 +53,7 @@ def native_modules() -> Report:
 
 
 def call(function: str, request: Request, platform: str) -> Report:
-    """What runs for such a call of a public function, each way, and why."""
+    """What runs for a call of a public function, in each direction, and why."""
     of_function, how = registry.functions()[function]
     chosen = around(function) if "implementation" in question.parameters(function) else Choice()
     if how.by_xla:

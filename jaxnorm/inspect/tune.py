@@ -1,4 +1,4 @@
-"""`jaxnorm.tune`: which implementation, of each function and direction, is fastest for a program on its device."""
+"""`jaxnorm.tune` finds the fastest implementation of each function and direction for a program on its device."""
 
 import dataclasses
 import hashlib
@@ -42,30 +42,29 @@ _lock = threading.RLock()
 
 
 def tune(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Tuned:
-    """Compiles a program with one choice after the other, times them in turns, and gives the fastest.
+    """Times a program with different implementations of its calls of jaxnorm, in turns, and returns the fastest choice.
 
         >>> tuned = tune(jax.jit(lambda x: rms_norm(x)), jnp.ones((2, 8)))
         >>> with tuned:
         ...     y = rms_norm(jnp.ones((2, 8)))
 
-    A choice is "native" or "xla" for one direction of one function, as `jaxnorm.implementation` takes it, and changes
-    results no more than that does. The search is greedy, from the default rules; at most 2 + 2 * (calls of jaxnorm in
-    the program) programs are compiled, one call of tune at a time in a process, and the result is kept there.
+    A choice is "native" or "xla" for one direction of one function, as in `jaxnorm.implementation`, and changes results
+    no more than that does. The search is greedy and starts from the default rules. It compiles at most 2 + 2 * (calls
+    of jaxnorm in the program) programs. A process runs one search at a time, and keeps its result.
 
     Args:
-      function: what is to be fast, under `jax.jit` or not: a whole training step, or a forward pass. It is called many
-        times.
-      *args: its arguments, with arrays of the shapes and on the devices that it will have; donated ones are copied. Of
-        a function that is not under `jax.jit` arrays are traced, and all else stays what it is.
+      function: the program, under `jax.jit` or not: a whole training step, or a forward pass. It is called many times.
+      *args: its arguments, with arrays of their final shapes and on their final devices; donated ones are copied.
+        Without `jax.jit` arrays are traced, and all else is static.
       **kwargs: likewise, by name.
 
     Returns:
       A `jaxnorm.Tuned`, empty where the default is fastest.
 
     Raises:
-      TypeError, RuntimeError: function cannot be called, an argument has no values; or there are several processes.
+      TypeError, RuntimeError: function cannot be called, or an argument has no values; or there are several processes.
 
-    Source: the idea is that of tokamax.autotune, https://github.com/openxla/tokamax.
+    Source: after tokamax.autotune, https://github.com/openxla/tokamax.
     """
     _check(function, args, kwargs)
     with _lock:

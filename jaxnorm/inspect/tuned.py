@@ -1,4 +1,4 @@
-"""What `jaxnorm.tune` chose for a program: a mapping for `jaxnorm.implementation`, a table and a file."""
+"""The choice of `jaxnorm.tune` for a program: a mapping for `jaxnorm.implementation`, a table and a file."""
 
 import contextlib
 import dataclasses
@@ -29,7 +29,7 @@ class Trial:
     """One implementation that was tried for one direction of a function.
 
     `outcome` is "chosen", "not faster", "the same program", or why it was left out. `before` and `after` are the
-    seconds of a call without it and with it, where it was timed.
+    seconds of a call without and with it, where it was timed.
     """
 
     function: str
@@ -42,7 +42,7 @@ class Trial:
 
 @dataclasses.dataclass(frozen=True)
 class Where:
-    """A device by its kind, how many of it a program is for, and the versions of what makes programs."""
+    """The kind and number of devices of a program, and the versions of what compiles it."""
 
     device: str
     devices: int
@@ -50,7 +50,7 @@ class Where:
 
     @classmethod
     def of(cls, leaves: Iterable[Any] = ()) -> "Where":
-        """Those of a program with these arguments, by default of one on JAX's default device."""
+        """That of a program with these arguments; without arrays, of one on JAX's default device."""
         devices = devices_of(leaves)
         kind = devices[0].device_kind
         if devices[0].platform == "cpu" and ffi.available("cpu"):
@@ -88,26 +88,25 @@ _entered = _Entered()
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Tuned(Mapping[str, Any]):
-    """What `jaxnorm.tune` chose: a context, and a mapping that is empty where the default is fastest.
+    """The choice of `jaxnorm.tune` for a program: a context, and a mapping, empty where the default is fastest.
 
         with jaxnorm.Tuned.load("step.json", step, params, batch):
             params = step(params, batch)
 
-    The context is that of `jaxnorm.implementation`, which takes such a mapping.
-
-    Printed it is a table of what was tried. Two are equal, and have one hash, if they choose the same for the same
-    calls on the same device with the same versions; what was measured does not count.
+    The context is that of `jaxnorm.implementation`, which takes the mapping too. It prints as a table of what was
+    tried. Two are equal, with one hash, if they choose the same for the same calls, device and versions, whatever was
+    measured.
 
     Attributes:
       choices: (function, direction, implementation), one for each that differs from the default.
       program: the name of the function that was tuned.
-      calls: the calls of jaxnorm in it, with their direction and their operands, in the alphabet's order.
+      calls: its calls of jaxnorm, with direction and operands, in alphabetical order.
       arguments: the types of its arrays, with their shardings over several devices.
-      where: the kind of the device, how many there were, and the versions of JAX, jaxlib and jaxnorm.
-      note: why nothing was tried, or nothing was chosen, if it was so.
-      trials: what was tried, in that order; see `Trial`.
-      compilations: how many programs were compiled, and at_most how many that might have been.
-      default_seconds, seconds: of a call by default and with these choices, where something was timed.
+      where: the kind and number of devices, and the versions of JAX, jaxlib and jaxnorm.
+      note: why nothing was tried, or nothing was chosen, if so.
+      trials: what was tried, in order; see `Trial`.
+      compilations: how many programs were compiled; at_most is how many it might have been.
+      default_seconds, seconds: a call by default and with these choices, if timed.
     """
 
     choices: tuple[tuple[str, str, str], ...]
@@ -174,7 +173,7 @@ class Tuned(Mapping[str, Any]):
             yield f"a call takes {_milliseconds(self.seconds)}{by_default}"
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes it to a file of JSON, which `load` reads."""
+        """Writes a JSON file, which `load` reads."""
         content = {NAME: FORMAT, **dataclasses.asdict(self)}
         Path(path).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
@@ -182,19 +181,18 @@ class Tuned(Mapping[str, Any]):
     def load(
         cls, path: str | os.PathLike[str], function: Callable[..., Any] | None = None, /, *args: Any, **kwargs: Any
     ) -> "Tuned":
-        """Reads what `save` wrote, on the device and with the versions that it was written for.
+        """Reads a file that `save` wrote for this kind of device and these versions.
 
         Args:
           path: the file.
-          function: None, or the program that it is for, as for `jaxnorm.explain`: it is traced, and its calls must be
-            those of the file.
+          function: None, or the program, as for `jaxnorm.explain`: it is traced, and its calls must be those of the
+            file.
           *args: its arguments, which may be `jax.ShapeDtypeStruct`s.
           **kwargs: likewise, by name.
 
         Raises:
-          ValueError: the file is none that `save` wrote; the message says what is wrong. Or it was written for another
-            kind or number of devices, for other versions of JAX, jaxlib or jaxnorm, or for other calls; the message has
-            both.
+          ValueError: `save` did not write the file; the message tells what is wrong. Or it is for another kind or
+            number of devices, other versions of JAX, jaxlib or jaxnorm, or other calls; the message has both.
         """
         tuned = _read(path)
         leaves = jax.tree.leaves((args, kwargs))

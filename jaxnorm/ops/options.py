@@ -150,24 +150,22 @@ def context() -> Context:
 
 
 def implementation(name: Implementation | Choices | None) -> contextlib.AbstractContextManager[None]:
-    """A context, or a decorator, in which functions of jaxnorm that are traced have this implementation.
+    """A context, or a decorator, that chooses the implementation of functions of jaxnorm traced within it.
 
         >>> with implementation({"layer_norm": "xla", "rms_norm": {"backward": "native"}}):
         ...     y = layer_norm(jnp.ones((2, 8)))
 
-    With a name it is that of every function, with a mapping that of the functions whose names are its keys: a mapping
-    goes on top of the contexts around it, a name takes their place. A function's value is the implementation of both
-    directions, or a mapping of the directions "forward" and "backward", in which one that is left out stays as it is
-    around. A direction without a kernel of its own is XLA's whatever is chosen.
+    A name holds for every function, in place of the contexts around it. A mapping holds for the functions that are its
+    keys, on top of the contexts around it. Its values are names, for both directions, or mappings from "forward" and
+    "backward" to names, where a direction left out stays as it is around. A direction without a kernel runs XLA's code.
 
-    It holds for calls without the argument `implementation`, in the thread that enters it. It is about tracing: a
-    function under `jax.jit` is traced again under another context, and what was compiled, exported or linearised before
-    stays as it is. Outside of every context the environment variable `JAXNORM_IMPLEMENTATION`, read once, has the same
-    effect.
+    Calls with the argument `implementation` ignore it. Contexts are per thread and act at trace time: a function under
+    `jax.jit` is traced again under another context, and what was compiled, exported or linearised before stays as it
+    is. Outside all contexts the environment variable `JAXNORM_IMPLEMENTATION`, read once, has the same effect.
 
     Args:
-      name: "native" or "xla", as for `rms_norm`; None undoes surrounding contexts. Or a mapping from names of public
-        functions that have the argument `implementation` to these, or to mappings from directions to these.
+      name: "native" or "xla", as for `rms_norm`; None undoes surrounding contexts. Or a mapping, from names of public
+        functions with the argument `implementation` to these, or to mappings from directions to these.
 
     Raises:
       ValueError: name, or a function, direction or implementation in the mapping, is unknown.
