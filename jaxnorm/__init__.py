@@ -194,8 +194,8 @@ __all__ = [
     "tune",
 ]
 
-# Type checkers see these modules; a program imports one when it first names it, since the library that it is for, named
-# here, is optional and takes long.
+# Type checkers see these modules. A program imports one when it first names it: its library, named here, is optional
+# and slow to import.
 _LAZY = {"blocks": "flax", "info": "jax", "linen": "flax", "nnx": "flax", "equinox": "equinox", "keras": "keras"}
 if TYPE_CHECKING:
     from jaxnorm import blocks as blocks, equinox as equinox, info as info, keras as keras, linen as linen, nnx as nnx
@@ -208,6 +208,6 @@ else:
 
 
 def __dir__() -> list[str]:
-    """The public names, and no internals; none that needs a library which is not installed, so that each can be had."""
+    """The public names, without modules whose library is not installed."""
     public = {*__all__, *(name for name, library in _LAZY.items() if importlib.util.find_spec(library))}
     return sorted(public | {name for name in globals() if name[:2] == name[-2:] == "__"})

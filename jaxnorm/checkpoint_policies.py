@@ -25,9 +25,7 @@ def save_norms(prim: Any, *_: Any, **params: Any) -> bool:
 
 
 def recompute_norms(prim: Any, *_: Any, **params: Any) -> bool:
-    """Saves everything but the results and statistics of norms, which a second forward call recomputes: norms are
-    cheap.
-    """
+    """Saves everything but results and statistics of norms, which a second forward call recomputes: norms are cheap."""
     # What is quantised stands in a function with a derivative of its own.
     inner = [eqn.primitive for eqn in params["call_jaxpr"].eqns] if "call_jaxpr" in params else []
     return not any(registry.known(of).is_forward for of in (prim, *inner)) and not is_named(prim, params)

@@ -1,4 +1,4 @@
-"""Equinox' norms, Embedding and linear layers on jaxnorm's kernels: change the import line, or a model."""
+"""Norms, Embedding and linear layers of Equinox on jaxnorm's kernels: change the import line, or a model."""
 
 import importlib.util
 from collections.abc import Callable
@@ -38,9 +38,9 @@ class RMSNorm(eqx.nn.RMSNorm):
 
         y = x * rsqrt(mean(x²) + eps) * weight + bias
 
-    x has the shape of the module. It is computed in float32 and rounded once, to x's dtype. Under `jax.vmap` over x, in
-    any depth, the norm stays one native call each way. x and weights of other dtypes than float32, bfloat16 and float16
-    are computed by Equinox' own code.
+    x has the shape of the module. The norm computes in float32 and rounds once, to x's dtype. Under `jax.vmap` over x,
+    nested too, it stays one native call each way. Equinox' own code computes x and weights of other dtypes than
+    float32, bfloat16 and float16.
 
     Source: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019, https://arxiv.org/abs/1910.07467.
     """
@@ -55,7 +55,7 @@ class LayerNorm(eqx.nn.LayerNorm):
 
         y = (x - mean) * rsqrt(mean((x - mean)²) + eps) * weight + bias
 
-    The rest is as `RMSNorm` says.
+    All else is as for `RMSNorm`.
 
     Source: Ba, Kiros and Hinton, Layer Normalization, 2016, https://arxiv.org/abs/1607.06450.
     """
@@ -70,14 +70,14 @@ class GroupNorm(eqx.nn.GroupNorm):
 
         y = (x - mean) * rsqrt(mean((x - mean)²) + eps) * weight + bias
 
-    x has shape (channels, ...), and the means are over a group of neighbouring channels and all positions. With
-    channels first `group_norm` has kernels on CPUs, and is its formula on GPUs. The rest is as `RMSNorm` says.
+    x has shape (channels, ...); means are over a group of neighbouring channels and all positions. With channels first
+    `group_norm` runs its kernel on CPUs, and XLA's code on GPUs. All else is as for `RMSNorm`.
 
     Source: Wu and He, Group Normalization, 2018, https://arxiv.org/abs/1803.08494.
     """
 
     def __call__(self, x: Any, state: Any = _NO_STATE, *, key: Any = None) -> Any:
-        # Equinox has the errors for what its groups do not divide.
+        # Equinox raises errors for shapes that its groups do not divide.
         fits = _is_served(self, x) and x.shape[0] % self.groups == 0
         if not fits or (self.weight is not None and x.shape[:1] != self.weight.shape):
             return _with_state(super().__call__(x), state)
@@ -86,14 +86,14 @@ class GroupNorm(eqx.nn.GroupNorm):
 
 
 class Embedding(eqx.nn.Embedding):
-    """`equinox.nn.Embedding` with the same constructor, field and result, by `jaxnorm.embedding`.
+    """`equinox.nn.Embedding` with the same constructor, field and result, computed by `jaxnorm.embedding`.
 
         x = jax.vmap(Embedding(50_257, 768, key=key))(ids)
 
-    The rows have Equinox' bits. As there negative indices count from the end, and what is out of range is the first or
-    the last row, in the gradient too. That is summed in float32, in the same order in each run, and rounded once. Under
-    `jax.vmap` over x, in any depth, it stays one native call. Weights of other dtypes than float32, bfloat16 and
-    float16, and indices that are no array of integers, are computed by Equinox' own code.
+    Rows have Equinox' bits. As there, negative indices count from the end, and an index out of range reads the first or
+    last row and adds to its gradient. The gradient is summed in float32, in the same order in each run, and rounded
+    once. Under `jax.vmap` over x, nested too, it stays one native call. Equinox' own code computes weights of other
+    dtypes than float32, bfloat16 and float16, and indices that are no array of integers.
     """
 
     def __call__(self, x: Any, *, key: Any = None) -> jax.Array:
@@ -105,21 +105,21 @@ class Embedding(eqx.nn.Embedding):
 
 @explained
 class QuantizedLinear(eqx.Module):
-    """An `equinox.nn.Linear` whose weight is quantised, computed by `jaxnorm.quantized_dot`.
+    """An `equinox.nn.Linear` with a quantised weight, computed by `jaxnorm.quantized_dot`.
 
         layer = QuantizedLinear(linear, jnp.int8)
         y = jax.vmap(layer)(x)
 
-    In place of the weight there are `values`, of its shape (out_features, in_features), and `scales` of shape
-    (out_features, 1); `quantized` has both, as a kernel. With `inputs` x is quantised too, on the way; then it has no
-    derivative. The result has the dtype that Equinox' has. No gradient goes to `values` and `scales`, but
-    `equinox.filter_grad` gives zeros: an optimiser that decays what it is given must not be given these.
+    `values` (out_features, in_features) and `scales` (out_features, 1) replace the weight; `quantized` has both, as a
+    kernel. With `inputs` x is quantised at each call too, and has no derivative. The result has Equinox' dtype.
+    `values` and `scales` get no gradient, for which `equinox.filter_grad` gives zeros: keep them from an optimiser with
+    weight decay.
 
     Args:
-      linear: the layer that is quantised, or a stack of such that `equinox.filter_vmap` made.
-      kernels: to float8_e4m3fn, float8_e5m2, int8 or int4, with granularity "token"; a dtype alone stands for that.
-      inputs: how x is quantised, likewise: to float8 for kernels of float8, to int8 for those of int8 and int4.
-        None leaves x as it is.
+      linear: the layer to quantise, or a stack of layers that `equinox.filter_vmap` made.
+      kernels: a `Quantization` to float8_e4m3fn, float8_e5m2, int8 or int4 with granularity "token", or its dtype.
+      inputs: how x is quantised, likewise: float8 with float8 kernels, int8 with int8 and int4 kernels. None leaves x
+        as it is.
 
     Raises:
       TypeError: linear is no `equinox.nn.Linear` that can be quantised, kernels or inputs is no `Quantization`, or
@@ -153,7 +153,7 @@ class QuantizedLinear(eqx.Module):
 
     @property
     def quantized(self) -> Quantized:
-        """The kernel: its `dequantize()` is the layer's weight transposed, rounded."""
+        """The kernel; its `dequantize()` is the layer's weight transposed, rounded."""
         return Quantized(self.values, self.scales, transposed=True)
 
     def __call__(self, x: Any, *, key: Any = None) -> jax.Array:
@@ -177,30 +177,30 @@ OURS: dict[type, type] = {
     eqx.nn.LayerNorm: LayerNorm,
     eqx.nn.RMSNorm: RMSNorm,
 }
-# Norms of Equinox that this package has no kernels for.
+# Norms of Equinox without kernels here.
 OTHERS = (eqx.nn.BatchNorm, eqx.nn.SpectralNorm, eqx.nn.WeightNorm)
 # Layers of Equinox with weights that are not quantised.
 OTHER_LAYERS = (eqx.nn.Conv, eqx.nn.ConvTranspose, eqx.nn.Embedding)
 
 
 def replace_layers(model: Any) -> tuple[Any, Report]:
-    """A model with jaxnorm's norms and Embedding in place of Equinox', at any depth.
+    """Makes a model with jaxnorm's norms and Embedding in place of Equinox', at any depth.
 
         model, report = jaxnorm.equinox.replace_layers(model)
 
-    Each `equinox.nn.RMSNorm`, `LayerNorm`, `GroupNorm` and `Embedding` becomes one of `jaxnorm.equinox` with the same
-    fields, in stacked layers too, so that paths of `equinox.tree_at` and saved leaves stay; results agree within
-    rounding. Modules are frozen: the model that was given stays as it is.
+    Each `equinox.nn.RMSNorm`, `LayerNorm`, `GroupNorm` and `Embedding`, in stacked layers too, becomes one of
+    `jaxnorm.equinox` with the same fields, so paths of `equinox.tree_at` and saved leaves stay valid; results agree
+    within rounding. Modules are frozen: the given model stays as it is.
 
-    Left are norms of other kinds, subclasses, layers whose weights are no arrays, as those that `equinox.nn.Shared`
-    ties to others', and layers whose epsilon or dtypes no kernel serves.
+    Other norms, subclasses, layers whose epsilon or dtypes no kernel serves, and layers whose weights are no arrays
+    stay, as when `equinox.nn.Shared` ties them.
 
     Args:
       model: a module, or a list, dict or other pytree of modules.
 
     Returns:
-      The new model and a `jaxnorm.reports.Report`: `replaced` has (path, class) of each layer that was replaced,
-      `left` has (path, class, why) of each that was not.
+      The new model and a `jaxnorm.reports.Report`: `replaced` has (path, class) of each layer that was replaced, `left`
+      has (path, class, why) of each that was not.
 
     Raises:
       TypeError: there is no module of Equinox in model.
@@ -223,27 +223,27 @@ def quantize_linears(
     *,
     only: Only | None = None,
 ) -> tuple[Any, Report]:
-    """A trained model with its linear layers quantised, at any depth.
+    """Makes a model from a trained one, with its linear layers quantised, at any depth.
 
         model, report = jaxnorm.equinox.quantize_linears(model, Quantization(jnp.int8), Quantization(jnp.int8))
         print(report)
 
-    Each `equinox.nn.Linear` becomes a `QuantizedLinear`, in stacked layers too; the model that was given stays as it
-    is. Left are other layers, subclasses, layers of "scalar" features, and those whose weight is no array or is tied.
+    Each `equinox.nn.Linear`, in stacked layers too, becomes a `QuantizedLinear`; the given model stays as it is. Other
+    layers, subclasses, layers of "scalar" features, and those whose weight is no array or is tied stay.
 
     Args:
       model: a module, or a list, dict or other pytree of modules; to load a quantised checkpoint, what
         `equinox.filter_eval_shape` makes of it.
       kernels: as for `QuantizedLinear`.
       inputs: as for `QuantizedLinear`.
-      only: a function of the path and the layer, true of those to quantise. None is all.
+      only: a function of path and layer, true for those to quantise. None is all.
 
     Returns:
       The new model and a `jaxnorm.reports.Report`.
 
     Raises:
-      TypeError: there is no module of Equinox in model, kernels or inputs is no `Quantization`, their dtypes do
-        not go together, or only is no function.
+      TypeError: there is no module of Equinox in model, kernels or inputs is no `Quantization`, their dtypes do not go
+        together, or only is no function.
       ValueError: there is no layer that is quantised, or a granularity is not "token".
     """
     kernels, inputs = pair("quantize_linears", kernels, inputs)
@@ -300,7 +300,7 @@ def _replaced(
 
 
 def _is_read(tie: eqx.nn.Shared, module: Any) -> bool:
-    """Whether an `equinox.nn.Shared` takes what it shares out of a module, which would have to be as it was."""
+    """Whether an `equinox.nn.Shared` reads what it shares from a module, which must stay as it is then."""
     without = jax.tree.map(lambda node: None if node is module else node, tie.pytree, is_leaf=lambda n: n is module)
     try:
         tie.get(without)
@@ -337,7 +337,7 @@ def _why_never(module: Any) -> str | None:
 
 
 def _why_no_arrays(weights: dict[str, Any]) -> str | None:
-    """Which of a module's weights is no array but a `SharedNode`, or what a filter left; None if all are arrays."""
+    """The first weight that is no array, but a `SharedNode` or left by a filter; None if all are arrays."""
     others = {name: type(weight).__name__ for name, weight in weights.items() if not hasattr(weight, "dtype")}
     return next((f"its {name} is no array but a {of}" for name, of in others.items()), None)
 
@@ -361,7 +361,7 @@ def _with_state(y: jax.Array, state: Any) -> Any:
 
 
 def _is_index(x: Any) -> bool:
-    """Whether x is a scalar that is not cast before it counts, as uint32 is."""
+    """Whether x is an integer scalar that is not cast first, as uint32 is."""
     if not isinstance(x, jax.Array) or x.shape or not jnp.issubdtype(x.dtype, jnp.integer):
         return False
     return jnp.issubdtype(x.dtype, jnp.signedinteger) or x.dtype.itemsize < 4

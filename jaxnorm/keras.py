@@ -1,4 +1,4 @@
-"""Keras 3's norms and Embedding on jaxnorm's kernels, by its JAX backend: change the import line, keep the model."""
+"""Norms and Embedding of Keras 3 on jaxnorm's kernels, for its JAX backend: change the import line, keep the model."""
 
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -43,15 +43,14 @@ class LayerNormalization(keras.layers.LayerNormalization):
 
         y = (x - mean) * rsqrt(mean((x - mean)²) + epsilon) * gamma + beta
 
-    It is computed in float32 and rounded once, to the layer's `compute_dtype`. Keras subtracts `mean * rsqrt(...)` from
-    `x * rsqrt(...)`; here x is centred first, which keeps the digits of rows far from 0.
+    It computes in float32 and rounds once, to the layer's `compute_dtype`. x is centred first, which keeps the digits
+    of rows far from 0, where Keras subtracts `mean * rsqrt(...)` from `x * rsqrt(...)`. Kernels serve trailing `axis`,
+    with x and weights of float32, bfloat16 and float16. Keras' own code computes other axes and dtypes, and
+    `rms_scaling`.
 
-    The kernels serve x and weights of float32, bfloat16 and float16 whose `axis` are the last ones. Other axes and
-    dtypes, and `rms_scaling`, are computed by Keras' own code.
-
-    Weights load either way. A file of a whole model names its classes. Of one that was saved with Keras' layers
-    `replace_layers(keras.models.load_model(path))` makes these. One with these loads in a program that imports
-    jaxnorm.keras, and in another with Keras' layers in their place:
+    Files of weights load either way. Files of models name their classes. Load one with Keras' layers by
+    `replace_layers(keras.models.load_model(path))`. One with these layers loads in a program that imports
+    jaxnorm.keras; in others, put Keras' layers in their place:
 
         theirs = {"jaxnorm>LayerNormalization": keras.layers.LayerNormalization}
         model = keras.models.load_model(path, custom_objects=theirs)
@@ -73,8 +72,8 @@ class RMSNormalization(keras.layers.RMSNormalization):
 
         y = x * rsqrt(mean(x²) + epsilon) * scale
 
-    It is computed in float32 and rounded once. As in Keras, x and scale are of the layer's `compute_dtype` before. The
-    kernels serve the calls that they serve for `LayerNormalization`, which says how files are loaded.
+    x and scale are cast to the layer's `compute_dtype` first, as in Keras; then it computes in float32 and rounds once.
+    Kernels serve the same calls as for `LayerNormalization`, and files load as there.
 
     Source: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019, https://arxiv.org/abs/1910.07467.
     """
@@ -88,14 +87,13 @@ class RMSNormalization(keras.layers.RMSNormalization):
 
 @keras.saving.register_keras_serializable(package="jaxnorm")
 class GroupNormalization(keras.layers.GroupNormalization):
-    """`keras.layers.GroupNormalization` with the same config, weights and result dtype, by kernels.
+    """`keras.layers.GroupNormalization` with the same config, weights and result dtype, by `jaxnorm.group_norm`.
 
         y = (x - mean) * rsqrt(mean((x - mean)²) + epsilon) * gamma + beta
 
-    The means are over the positions and the channels of a group, of each example by itself. It is computed in float32
-    and rounded once, to the layer's `compute_dtype`, by `jaxnorm.group_norm` for x and weights of float32, bfloat16 and
-    float16, with channels last or with `axis=1`. What is between these is computed by Keras' own code. Files are loaded
-    as `LayerNormalization` says.
+    Means are over the positions and the channels of a group, for each example. It computes in float32 and rounds once,
+    to the layer's `compute_dtype`, for x and weights of float32, bfloat16 and float16 with channels last or first
+    (`axis=1`). Keras' own code computes the rest. Files load as for `LayerNormalization`.
 
     Source: Wu and He, Group Normalization, 2018, https://arxiv.org/abs/1803.08494.
     """
@@ -114,10 +112,10 @@ class GroupNormalization(keras.layers.GroupNormalization):
 class Embedding(keras.layers.Embedding):
     """`keras.layers.Embedding` with the same config, weights, mask and result, by `jaxnorm.embedding`.
 
-    The rows have Keras' bits, with NaN where an index is out of range; negative ones count from the end, and those that
-    are no integers are truncated. The gradient of the table is summed in float32, in the same order in each run, and
-    rounded once. LoRA, quantised tables, and dtypes other than float32, bfloat16 and float16 are computed by Keras' own
-    code. Files are loaded as `LayerNormalization` says.
+    Rows have Keras' bits, NaN where an index is out of range. Negative indices count from the end, and fractions are
+    truncated. The table's gradient is summed in float32, in the same order in each run, and rounded once. Keras' own
+    code computes LoRA, quantised tables, and dtypes other than float32, bfloat16 and float16. Files load as for
+    `LayerNormalization`.
     """
 
     def call(self, inputs: Any) -> Any:
@@ -136,24 +134,24 @@ OURS: dict[type, type] = {
     getattr(keras.layers, cls.__name__): cls
     for cls in (Embedding, GroupNormalization, LayerNormalization, RMSNormalization)
 }
-# Norms of Keras that this package has no kernels for, the preprocessing that goes by that name, and an Embedding that
-# multiplies by its table, too.
+# Norms of Keras without kernels here, the preprocessing of that name, and an Embedding that also multiplies by its
+# table.
 OTHERS = tuple(getattr(keras.layers, f"{name}Normalization") for name in ("Batch", "Unit", "Spectral", ""))
 OTHERS += (keras.layers.ReversibleEmbedding,)
 
 
 def replace_layers(model: Any) -> tuple[Any, Report]:
-    """Puts jaxnorm's norms and Embedding into a model of Keras, in place and at any depth.
+    """Replaces the norms and Embeddings of a Keras model by jaxnorm's, in place and at any depth.
 
         model, report = jaxnorm.keras.replace_layers(model)
 
     Each `keras.layers.LayerNormalization`, `RMSNormalization`, `GroupNormalization` and `Embedding` becomes one of
-    `jaxnorm.keras`, in functional, sequential and subclassed models, built or not. The layers stay the same objects
-    with the same variables; results agree within rounding. A compiled model stays compiled: its functions for fit,
-    evaluate and predict are made again. Call it on the outermost model, which has these; a `jax.jit` of one's own that
-    has run already keeps its program. A file that is saved afterwards names jaxnorm's classes.
+    `jaxnorm.keras`, in functional, sequential and subclassed models, built or not. Layers stay the same objects with
+    the same variables; results agree within rounding. A compiled model stays compiled, and its functions for fit,
+    evaluate and predict are made again: call this on the outermost model, which has them. A `jax.jit` of your own that
+    has run keeps its program. A file saved afterwards names jaxnorm's classes.
 
-    Left are norms of other kinds, subclasses, and layers whose options or dtypes no kernel serves.
+    Other norms, subclasses, and layers whose options or dtypes no kernel serves stay as they are.
 
     Args:
       model: a `keras.Model` or another layer.
@@ -227,12 +225,12 @@ def _trailing(layer: Any, x: Any, parameters: tuple[Any, ...]) -> tuple[int, ...
 
 
 def _tensor(variable: Any) -> Any:
-    """The value of a variable where it is called: of a stateless scope, and of the dtype that it is cast to there."""
+    """The value of a variable at the call: from a stateless scope, and cast as the layer casts it."""
     return None if variable is None else keras.ops.convert_to_tensor(variable)
 
 
 def _make_functions_again(layer: Any) -> None:
-    """Has a model trace its steps anew, where it has done so already."""
+    """Makes a model trace its steps again, if it has traced them."""
     for step in ("train", "test", "predict"):
         if getattr(layer, f"{step}_function", None) is not None:
             getattr(layer, f"make_{step}_function")(force=True)

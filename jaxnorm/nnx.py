@@ -1,4 +1,4 @@
-"""`flax.nnx`'s norms and Embed on jaxnorm's kernels: change the import line, keep the model and its checkpoints."""
+"""Norms and Embed of `flax.nnx` on jaxnorm's kernels: change the import line, keep the model and its checkpoints."""
 
 from typing import TYPE_CHECKING
 

@@ -86,7 +86,7 @@ def quantize_linears(
     Args:
       model: a module, or a list, dict or other pytree of modules. To load a quantised checkpoint, pass what
         `nnx.eval_shape` makes of the model, and `nnx.update` the result.
-      kernels: a `Quantization` to float8_e4m3fn, float8_e5m2, int8 or int4, of "token", or the dtype alone.
+      kernels: a `Quantization` to float8_e4m3fn, float8_e5m2, int8 or int4 with granularity "token", or its dtype.
       inputs: how inputs are quantised at each call, likewise: float8 with float8 kernels, int8 with int8 and int4
         kernels. None leaves inputs as they are: weight-only.
       only: a function of path and layer, true for those to quantise. None is all.

@@ -11,7 +11,7 @@ from jaxnorm.native import ffi
 __all__ = ["Call", "Comparison", "Explanation", "Left", "Replaced", "Report", "Runs", "Within"]
 
 Path = tuple[Any, ...]  # of attributes and indices
-ALREADY = " already"  # so ends why a module is left that was changed before
+ALREADY = " already"  # ends the reason why a module that was changed before is left
 
 
 class Replaced(NamedTuple):

@@ -1,4 +1,4 @@
-"""The keywords that the norms share, and which implementation is chosen."""
+"""The keywords that norms share, and the choice of an implementation."""
 
 import contextlib
 import dataclasses
@@ -35,30 +35,30 @@ class NormOptions:
 
 
 class Asked(NamedTuple):
-    """The implementation that one direction of a call gets, and how it was chosen if its argument does not say it."""
+    """The implementation of one direction of a call, and what chose it if no argument did."""
 
     implementation: Implementation | None = None
     how: str = ""
 
     def native_for(self, function: str) -> str | None:
-        """Of whom an error speaks where there is no kernel; None where that is no error."""
+        """Who asked for a kernel, for an error where there is none; None where that is no error."""
         return f"{function}{self.how}" if self.implementation == "native" else None
 
 
 class Choice(NamedTuple):
-    """What a call gets in each of DIRECTIONS."""
+    """The implementation of a call in each of DIRECTIONS."""
 
     forward: Asked = Asked()
     backward: Asked = Asked()
 
     @property
     def implementation(self) -> Implementation | None:
-        """That of both directions; None also where they differ, and the call's `Spec` says in which is what."""
+        """That of both directions; None also where they differ, which the call's `Spec` says then."""
         chosen = self.forward.implementation
         return chosen if chosen == self.backward.implementation else None
 
     def of(self, direction: str) -> Asked:
-        """That of "backward", or of what goes forward."""
+        """That of "backward", or of forward directions."""
         return self.backward if direction == "backward" else self.forward
 
     def asks(self, function: str) -> dict[str, Any]:
@@ -86,13 +86,13 @@ DEFAULT = _default()
 
 
 class Context(NamedTuple):
-    """What is chosen for all functions, and for some of them by name and direction, in the alphabet's order."""
+    """The choice for all functions, and for some by name and direction, in alphabetical order."""
 
     of_all: Implementation | None = None
     by_name: tuple[tuple[tuple[str, str], Implementation | None], ...] = ()
 
     def asked(self, function: str, direction: str) -> Asked:
-        """What one direction of a function gets."""
+        """The implementation of one direction of a function."""
         by_name = dict(self.by_name)
         own = by_name.get((function, direction), self.of_all)
         if own is None:
@@ -118,7 +118,7 @@ _heard = _Heard()
 
 @contextlib.contextmanager
 def hearing() -> Iterator[dict[tuple[str, str], None]]:
-    """The functions, each with a direction, for which nothing is chosen in what this thread traces within, in order."""
+    """Functions, with directions, that this thread traces within without a choice, in order."""
     free: dict[tuple[str, str], None] = {}
     _heard.free.append(free)
     try:
@@ -128,7 +128,7 @@ def hearing() -> Iterator[dict[tuple[str, str], None]]:
 
 
 def choice(function: str, argument: Implementation | None) -> Choice:
-    """What a call gets whose argument says this: the argument, or else the context, or else the environment."""
+    """The choice for a call with this argument: the argument, else the context, else the environment."""
     if argument is not None:
         return Choice(Asked(argument), Asked(argument))
     chosen = around(function)
@@ -138,13 +138,13 @@ def choice(function: str, argument: Implementation | None) -> Choice:
 
 
 def around(function: str) -> Choice:
-    """What the context or else the environment chooses for a function."""
+    """The choice of the context, else of the environment, for a function."""
     context: Context = _context.value
     return Choice(*(context.asked(function, direction) for direction in DIRECTIONS))
 
 
 def context() -> Context:
-    """What is chosen here."""
+    """The choice here."""
     here: Context = _context.value
     return here
 

@@ -1,7 +1,7 @@
-"""Blocks of published models, computed by the functions of this package: what stands beside a norm goes into its call.
+"""Blocks of published models, computed by this package: what surrounds a norm goes into the norm's call.
 
 Each is a function of a module, of either API of Flax, and the arguments of its call. It computes what the classes do
-that `KNOWN` has it for, and no others, whatever the names of their children. Norms of published models are in
+that `KNOWN` lists for it, and no others, whatever their children are called. Norms of published models are in
 `known_norms`.
 """
 
@@ -32,10 +32,10 @@ OF_HUBS = {"silu": "silu", "swish": "silu", "gelu": "gelu_exact", "gelu_new": "g
 
 
 def decoder_block(block: Any, x: jax.Array, *args: Any, **kwargs: Any) -> Any:
-    """`h = x + attention(input_layernorm(x)); h + mlp(post_attention_layernorm(h))`, the first sum with its norm.
+    """`h = x + attention(input_layernorm(x)); h + mlp(post_attention_layernorm(h))`, the first sum and its norm fused.
 
-    Attention is `self_attn` or `attn` and gets the other arguments; what it gives besides, the block gives too. The
-    children of Llama, Mistral and Qwen in the model hubs have these names.
+    Attention is `self_attn` or `attn` and gets the other arguments; its other results are the block's too. Llama,
+    Mistral and Qwen in the model hubs have children of these names.
     """
     y, rest = _attended(block, x, *args, **kwargs)
     y, h = _added(block.post_attention_layernorm, y, x)
@@ -43,9 +43,9 @@ def decoder_block(block: Any, x: jax.Array, *args: Any, **kwargs: Any) -> Any:
 
 
 def sandwich_block(block: Any, x: jax.Array, *args: Any, **kwargs: Any) -> Any:
-    """`h = x + post_attention_layernorm(attention(input_layernorm(x)))`, then so of the MLP: Gemma 2 and 3.
+    """`h = x + post_attention_layernorm(attention(input_layernorm(x)))`, then the MLP likewise: Gemma 2 and 3.
 
-    The MLP stands between `pre_feedforward_layernorm` and `post_feedforward_layernorm`. The first sum goes with the
+    The MLP is between `pre_feedforward_layernorm` and `post_feedforward_layernorm`. The first sum is fused with the
     norm after it.
     """
     y, rest = _attended(block, x, *args, **kwargs)
@@ -54,11 +54,10 @@ def sandwich_block(block: Any, x: jax.Array, *args: Any, **kwargs: Any) -> Any:
 
 
 def vit_block(block: Any, x: jax.Array, *args: Any, **kwargs: Any) -> Any:
-    """`h = x + attention(norm1(x)); h + mlp(norm2(h))`, the first sum with its norm.
+    """`h = x + attention(norm1(x)); h + mlp(norm2(h))`, the first sum and its norm fused.
 
     Norms may be called `layer_norm1` and `layer_norm2`. Attention is `attention`, `attn` or `self_attn`, and gets the
-    other arguments. `layer_scale1` and `layer_scale2`, with a parameter `lambda1`, are factors of what is added:
-    LayerScale.
+    other arguments. `layer_scale1` and `layer_scale2`, with a parameter `lambda1`, scale what is added: LayerScale.
     """
     norm1, norm2 = (_child(block, f"norm{i}", f"layer_norm{i}") for i in (1, 2))
     attention = _child(block, "attention", "attn", "self_attn")
@@ -68,25 +67,25 @@ def vit_block(block: Any, x: jax.Array, *args: Any, **kwargs: Any) -> Any:
 
 
 def resnet_block(block: Any, x: jax.Array, deterministic: bool = True) -> Any:
-    """`conv2(silu(norm2(conv1(silu(norm1(x))))))` and x, by `conv_shortcut` if there is one: each norm with its silu.
+    """`conv2(silu(norm2(conv1(silu(norm1(x))))))` plus x or `conv_shortcut(x)`, with norm and silu in one call.
 
-    Norms are GroupNorms. A `dropout_layer` stands before `conv2`.
+    Norms are GroupNorms. A `dropout_layer` is before `conv2`.
     """
     return _resnet(block, x, None, "dropout_layer", deterministic)
 
 
 def timed_resnet_block(block: Any, x: jax.Array, temb: jax.Array, deterministic: bool = True) -> Any:
-    """`resnet_block` where `time_emb_proj` of the silu of an embedding of the time is added before `norm2`.
+    """`resnet_block` that adds `time_emb_proj(silu(time embedding))` before `norm2`.
 
-    `dropout` stands before `conv2`.
+    `dropout` is before `conv2`.
     """
     return _resnet(block, x, temb, "dropout", deterministic)
 
 
 def gated_mlp_block(block: Any, x: jax.Array) -> Any:
-    """`down_proj(activation(gate_proj(x)) * up_proj(x))`, activation and product in one call.
+    """`down_proj(activation(gate_proj(x)) * up_proj(x))`, with activation and product in one call.
 
-    The activation is `act_fn`, a function of `jax.nn`, or else what `config.hidden_act` names in the model hubs.
+    The activation is `act_fn`, a function of `jax.nn`, or what `config.hidden_act` names in the model hubs.
     """
     activation = getattr(block, "act_fn", None)
     if activation is None:
@@ -112,7 +111,7 @@ def bonsai_gemma3_mlp_block(block: Any, x: jax.Array) -> Any:
 
 
 def bonsai_qwen3_attention_block(block: Any, x: jax.Array, cache: Any, segment_ids: jax.Array) -> Any:
-    """bonsai's `Attention` of Qwen3: the norms of queries and keys and their rotation are one call.
+    """bonsai's `Attention` of Qwen3: one call normalises and rotates queries and keys.
 
     Over a mesh its own code computes it.
     """
@@ -139,7 +138,7 @@ def bonsai_qwen3_attention_block(block: Any, x: jax.Array, cache: Any, segment_i
 def bonsai_gemma3_attention_block(
     block: Any, x: jax.Array, cache: Any, segment_ids: jax.Array, mask: jax.Array | None
 ) -> Any:
-    """bonsai's `Gemma3Attention`: the norms of queries and keys and their rotation are one call.
+    """bonsai's `Gemma3Attention`: one call normalises and rotates queries and keys.
 
     Over a mesh its own code computes it.
     """
@@ -158,7 +157,7 @@ def bonsai_gemma3_attention_block(
 
 
 def hub_rotary_block(block: Any, key: jax.Array, query: jax.Array, position_ids: jax.Array) -> Any:
-    """`FlaxLlamaRotaryEmbedding` of the model hubs: keys and queries are rotated by one call."""
+    """`FlaxLlamaRotaryEmbedding` of the model hubs: one call rotates keys and queries."""
     sin, cos = jnp.split(block.sincos[position_ids], 2, axis=-1)
     query, key = qk_norm_rotary(query, key, cos=cos[..., 0, :], sin=sin[..., 0, :], normalize=False)
     return jnp.asarray(key, block.dtype), jnp.asarray(query, block.dtype)
@@ -285,14 +284,14 @@ KNOWN: dict[str, Any] = {
 
 
 def find(model: Any) -> dict[type, Block]:
-    """The mapping of known blocks, for `replace_layers`: {class: function}, {} where none is known.
+    """The mapping of known blocks, {class: function}, for `replace_layers`; {} where none is known.
 
         jaxnorm.replace_layers(model, jaxnorm.blocks.find(model))  # a model of flax.nnx
         with jaxnorm.linen.using_layers(jaxnorm.blocks.find(module)):  # of flax.linen
             y = module.apply(variables, x)
 
-    It has all classes of the model's API that are known and imported. Join it with one of your own,
-    `jaxnorm.blocks.find(model) | {Block: function}`. Which classes are known, `KNOWN` says by their full names.
+    It has the known classes of the model's API that are imported. Add your own: `jaxnorm.blocks.find(model) | {Block:
+    function}`. `KNOWN` lists the known classes by their full names.
     """
     api = linen.Module if isinstance(model, linen.Module) else nnx.Module
     found = {}

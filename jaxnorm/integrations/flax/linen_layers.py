@@ -30,7 +30,7 @@ _EMBED = inspect.unwrap(linen.Embed.__call__)
 
 
 class _Options(linen.Module):
-    """What all norms of rows have beside Flax's fields, and by keyword only: positions are Flax's."""
+    """Options of all norms of rows beside Flax's fields, by keyword only: positions are Flax's."""
 
     scale_init: Callable[..., Any] = calls.default_scale_init
     scale_offset: float = field(default=0.0, kw_only=True)
@@ -39,12 +39,12 @@ class _Options(linen.Module):
 
 
 def _arguments(x: Any, *, mask: jax.Array | None = None) -> tuple[jax.Array, jax.Array | None]:
-    """Those of a call of a norm of Flax."""
+    """The arguments of a call of Flax's norms."""
     return jnp.asarray(x), mask
 
 
 class _Rows(_Options):
-    """How a norm of Flax, or one of these, is computed."""
+    """Computes a norm of Flax, or one of these."""
 
     # The arguments of a call, why Flax has to compute it, and what does else.
     _arguments = staticmethod(_arguments)
@@ -70,8 +70,8 @@ class _Rows(_Options):
 class RMSNorm(_Rows, linen.RMSNorm):
     """`flax.linen.RMSNorm` with the same fields, parameters and result dtype, computed by `jaxnorm.rms_norm`.
 
-    Options and the calls that kernels serve are those of `jaxnorm.nnx.RMSNorm`, the options by keyword.
-    `force_float32_reductions=False` is computed by Flax's own code as well.
+    It has the options of `jaxnorm.nnx.RMSNorm`, by keyword, and kernels serve the same calls. Flax's own code computes
+    `force_float32_reductions=False` as well.
     """
 
     _functions = calls.RMS
@@ -81,14 +81,14 @@ class RMSNorm(_Rows, linen.RMSNorm):
 class LayerNorm(_Rows, linen.LayerNorm):
     """`flax.linen.LayerNorm` with the same fields, parameters and result dtype, computed by `jaxnorm.layer_norm`.
 
-    All else is as of `jaxnorm.nnx.LayerNorm`.
+    All else is as for `jaxnorm.nnx.LayerNorm`.
     """
 
     _functions = calls.LAYER
 
 
 class _Add(linen.Module):
-    """What makes a norm one of the sum of x and a residual."""
+    """Adds a residual before a norm."""
 
     @linen.compact
     def __call__(
@@ -103,26 +103,26 @@ class _Add(linen.Module):
 
 @explained
 class AddRMSNorm(_Add, RMSNorm):  # type: ignore[misc]
-    """The sum of a residual connection and its `RMSNorm`, computed by `jaxnorm.add_rms_norm`.
+    """Adds x to a residual stream, and applies `RMSNorm` to the sum, by `jaxnorm.add_rms_norm`.
 
-        y, new_residual = norm(x, residual)  # and all else as of `jaxnorm.nnx.AddRMSNorm`
+        y, new_residual = norm(x, residual)  # and all else as for `jaxnorm.nnx.AddRMSNorm`
 
-    A module without a name is called after its class, "AddRMSNorm_0". To read the parameters of an `RMSNorm`, give it
-    the name that one had.
+    Without a name it is called after its class, "AddRMSNorm_0". To read the parameters of an `RMSNorm`, give it that
+    one's name.
     """
 
 
 @explained
 class AddLayerNorm(_Add, LayerNorm):  # type: ignore[misc]
-    """The sum of a residual connection and its `LayerNorm`, computed by `jaxnorm.add_layer_norm`; see `AddRMSNorm`."""
+    """Adds x to a residual stream, and applies `LayerNorm`, by `jaxnorm.add_layer_norm`; see `AddRMSNorm`."""
 
 
 @explained
 class GatedRMSNorm(RMSNorm, kw_only=True):
-    """An `RMSNorm` that is gated, computed by `jaxnorm.gated_rms_norm`; see `jaxnorm.nnx.GatedRMSNorm`.
+    """An `RMSNorm` with a gate, computed by `jaxnorm.gated_rms_norm`; see `jaxnorm.nnx.GatedRMSNorm`.
 
-    `dtype` is that of y; None is what x, gate and scale promote to. A module without a name is called after its class,
-    as `AddRMSNorm` says. `force_float32_reductions=False` is an error.
+    `dtype` is y's; None is what x, gate and scale promote to. Without a name it is called after its class, as
+    `AddRMSNorm` is. `force_float32_reductions=False` is an error.
     """
 
     gate_first: bool
@@ -138,11 +138,11 @@ class GatedRMSNorm(RMSNorm, kw_only=True):
 
 @explained
 class QKNormRotary(_Options, kw_only=True):
-    """RMSNorm or LayerNorm of each head of queries and keys, and their rotary embedding: `jaxnorm.qk_norm_rotary`.
+    """RMSNorm or LayerNorm of each head of queries and keys, and their rotary embedding, by `jaxnorm.qk_norm_rotary`.
 
         q, k = QKNormRotary(theta=500_000.0)(q, k, positions)  # or cos=cos, sin=sin
 
-    As `jaxnorm.nnx.QKNormRotary`; the parameters are of a head's elements or, with `per_head`, a row for each head.
+    As `jaxnorm.nnx.QKNormRotary`, but `per_head` gives the parameters one row a head.
     """
 
     theta: float = 10000.0
@@ -167,7 +167,7 @@ class QKNormRotary(_Options, kw_only=True):
 
 
 class _Quantized(linen.Module, kw_only=True):
-    """What makes a norm one with a quantised result."""
+    """Quantises the result of a norm."""
 
     quantization: Quantization
     straight_through: bool = False
@@ -194,10 +194,10 @@ class _Quantized(linen.Module, kw_only=True):
 
 @explained
 class QuantizedRMSNorm(_Quantized, RMSNorm, kw_only=True):  # type: ignore[misc]
-    """An `RMSNorm` with a quantised result: `jaxnorm.rms_norm_quantized`; see `jaxnorm.nnx.QuantizedRMSNorm`.
+    """An `RMSNorm` with a quantised result, by `jaxnorm.rms_norm_quantized`; see `jaxnorm.nnx.QuantizedRMSNorm`.
 
-    `dtype`, which flax.linen gives to its result, does not matter: what is quantised is float32. A module without a
-    name is called after its class, as `AddRMSNorm` says. `force_float32_reductions=False` is an error.
+    `dtype`, which is a result's in flax.linen, has no effect: float32 is quantised. Without a name it is called after
+    its class, as `AddRMSNorm` is. `force_float32_reductions=False` is an error.
     """
 
 
@@ -207,7 +207,7 @@ class QuantizedLayerNorm(_Quantized, LayerNorm, kw_only=True):  # type: ignore[m
 
 
 class _Groups(linen.Module):
-    """What a GroupNorm and an InstanceNorm have beside Flax's fields."""
+    """Options of GroupNorm and InstanceNorm beside Flax's fields."""
 
     scale_init: Callable[..., Any] = calls.default_scale_init
     activation: OfGroups | Synonym | None = field(default=None, kw_only=True)
@@ -237,8 +237,8 @@ class GroupNorm(_Groups, linen.GroupNorm):
 
         y = GroupNorm(num_groups=32, activation="silu")(x)
 
-    Options and the calls that kernels serve are those of `jaxnorm.nnx.GroupNorm`, the options by keyword. An x without
-    an axis of examples and `force_float32_reductions=False` are computed by Flax's own code as well.
+    It has the options of `jaxnorm.nnx.GroupNorm`, by keyword, and kernels serve the same calls. Flax's own code
+    computes an x without an axis of examples, and `force_float32_reductions=False`, as well.
     """
 
 
@@ -246,15 +246,15 @@ class GroupNorm(_Groups, linen.GroupNorm):
 class InstanceNorm(_Groups, linen.InstanceNorm):
     """`flax.linen.InstanceNorm` with the same fields, parameters and result dtype: a `GroupNorm` of single channels.
 
-    The kernels serve the calls whose `feature_axes` are the last axis. Fields and all else are as of `GroupNorm`.
+    Kernels serve `feature_axes` of the last axis. All else is as for `GroupNorm`.
     """
 
 
 @explained
 class Embed(linen.Embed):
-    """`flax.linen.Embed` with the same fields, parameter and result, by `jaxnorm.embedding`.
+    """`flax.linen.Embed` with the same fields, parameter and result, computed by `jaxnorm.embedding`.
 
-    All else is as of `jaxnorm.nnx.Embed`, `implementation` by keyword.
+    All else is as for `jaxnorm.nnx.Embed`, with `implementation` by keyword.
     """
 
     implementation: Implementation | None = field(default=None, kw_only=True)
@@ -279,7 +279,7 @@ class Embed(linen.Embed):
 
 @explained
 class GatedActivation(linen.Module, kw_only=True):
-    """An activation of a gate, times what it gates: `jaxnorm.gated_activation`, without parameters.
+    """`activation(gate) * up`, the elementwise step of a gated MLP, by `jaxnorm.gated_activation`, without parameters.
 
         h = GatedActivation(activation="silu")(linen.Dense(2 * features)(x))
 

@@ -1,4 +1,4 @@
-"""How linear layers of `flax.linen` are computed with quantised kernels and in float8, and why others are left."""
+"""How linear layers of `flax.linen` compute with quantised kernels and in float8, and why others stay."""
 
 import contextlib
 import math
@@ -45,26 +45,26 @@ _contexts = Contexts()
 def using_quantized(
     inputs: Quantization | DTypeLike | None = None, *, only: replacing.Only | None = None
 ) -> contextlib._GeneratorContextManager[Report]:
-    """Computes the linear layers whose kernels `jaxnorm.linen.quantize_linears` has quantised, within.
+    """A context in which linear layers run with kernels that `jaxnorm.linen.quantize_linears` has quantised.
 
         with jaxnorm.linen.using_quantized(jnp.int8) as report:
             logits = model.apply(variables, tokens)
 
-    Each is computed by `jaxnorm.quantized_dot`, as a `jaxnorm.nnx.QuantizedLinear` is, of a `Quantized` x too. Layers
-    that have a kernel are left to Flax, so `init` within makes the same parameters. Outside Flax does not find the
-    kernel of a layer that is quantised. What counts is where a program is traced, as for `using_layers`; an outer
-    context is asked first. No gradient goes to values and scales: an optimiser is not given them.
+    `jaxnorm.quantized_dot` computes each, as in a `jaxnorm.nnx.QuantizedLinear`, for a `Quantized` x too. Layers with a
+    kernel are left to Flax, so `init` within makes the same parameters. Outside the context Flax does not find the
+    kernel of a quantised layer. Contexts act at trace time, as `using_layers`; an outer one goes before an inner one.
+    Values and scales get no gradient: keep them from the optimiser.
 
     Args:
-      inputs: how x is quantised on the way, with granularity "token", or the dtype alone: to float8 for kernels of
-        float8, to int8 for those of int8 and int4. None is weight-only: x stays as it is.
-      only: a function of the path and the layer, true of those that this context computes. None is all.
+      inputs: how x is quantised at each call: a `Quantization` with granularity "token", or its dtype. float8 for
+        float8 kernels, int8 for int8 and int4 kernels. None leaves x as it is: weight-only.
+      only: a function of path and layer, true for those that this context computes. None is all.
 
     Yields:
       A `jaxnorm.reports.Report` that fills while calls are traced.
 
     Raises:
-      TypeError: inputs is no `Quantization`, only no function, or of a call, a kernel does not go with inputs.
+      TypeError: inputs is no `Quantization`, or only is no function; for a call, a kernel does not go with inputs.
       ValueError: a granularity is not "token".
 
     Source: `flax.linen.intercept_methods`.
@@ -118,27 +118,28 @@ def product(layer: Any, x: Any, quantized: Quantized | None, inputs: Quantizatio
 def using_float8(
     recipe: Float8Recipe = DEFAULT, *, only: replacing.Only | None = None
 ) -> contextlib._GeneratorContextManager[Report]:
-    """Computes the linear layers of all models that are called, or traced, within by `jaxnorm.float8_linear`.
+    """A context in which linear layers of `flax.linen` compute in float8, forward and backward.
 
         with jaxnorm.linen.using_float8() as report:
             logits = model.apply(variables, tokens)
 
-    Each `flax.linen.Dense` is computed as a `jaxnorm.nnx.Float8Linear` is, of a `Quantized` too. Modules, parameters,
-    their names and checkpoints stay the same, and `init` within makes the same parameters. Left to their own code are
-    `DenseGeneral`, `Einsum`, convolutions and embeddings, subclasses with a `__call__` of their own, layers with a
-    `dot_general`, `dot_general_cls` or `promote_dtype` of their own, and dtypes other than float32, bfloat16 and
-    float16. What counts is where a program is traced, so `jax.grad` may be outside; it goes with `using_layers`.
+    `jaxnorm.float8_linear` computes each `flax.linen.Dense` that is called or traced within, as in a
+    `jaxnorm.nnx.Float8Linear`, for a `Quantized` x too. Modules and checkpoints stay the same, as do parameters and
+    their names, also by `init` within. `DenseGeneral`, `Einsum`, convolutions, embeddings, subclasses with their own
+    `__call__`, layers with their own `dot_general`, `dot_general_cls` or `promote_dtype`, and dtypes other than
+    float32, bfloat16 and float16 run their own code. The context acts at trace time, so `jax.grad` may be outside; it
+    goes with `using_layers`.
 
     Args:
-      recipe: how layers are rounded, and what is kept for the derivative.
-      only: a function of the path and the layer, true of those to compute in float8. None is all.
+      recipe: how layers round, and what they keep for the derivative.
+      only: a function of path and layer, true for those to compute in float8. None is all.
 
     Yields:
       A `jaxnorm.reports.Report` that fills while calls are traced: `replaced` has (path, class) of each layer that is
       computed in float8, `left` has (path, class, why) of each that is not.
 
     Raises:
-      TypeError: recipe is no `Float8Recipe`, or only no function.
+      TypeError: recipe is no `Float8Recipe`, or only is no function.
 
     Source: `flax.linen.intercept_methods`.
     """

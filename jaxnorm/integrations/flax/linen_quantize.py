@@ -1,4 +1,4 @@
-"""How the variables of a model of `flax.linen` get quantised kernels of its linear layers."""
+"""How variables of a `flax.linen` model get quantised kernels of its linear layers."""
 
 import dataclasses
 from functools import partial
@@ -34,23 +34,24 @@ def quantize_linears(
     only: replacing.Only | None = None,
     **kwargs: Any,
 ) -> tuple[Any, Report]:
-    """The variables of a trained model of `flax.linen` with the kernels of its linear layers quantised.
+    """Quantises the kernels of linear layers in the variables of a trained `flax.linen` model, and returns new
+    variables.
 
         variables, report = jaxnorm.linen.quantize_linears(model, variables, tokens, kernels=jnp.int8)
         with jaxnorm.linen.using_quantized():
             logits = model.apply(variables, tokens)
 
-    In place of each "kernel" (*in, *out) of a `flax.linen.Dense` or `DenseGeneral` there are "values" (*out, *in) and
-    "scales" with a 1 for each axis of in, in an `nn.Partitioned` if it was. The model is traced with args, nothing
-    runs; what this call does not reach is not quantised. Left are other layers and those with a product of their own.
+    For each `flax.linen.Dense` or `DenseGeneral`, "values" (*out, *in) and "scales", with a 1 for each axis of in,
+    replace the "kernel" (*in, *out), in an `nn.Partitioned` if it was in one. The model is traced with args, not run.
+    Layers that this call does not reach, other layers, and those with their own product stay.
 
     Args:
       module: the model.
       variables: what its `apply` takes; to load a quantised checkpoint, what `jax.eval_shape` makes of `init`.
       *args: of `module.apply(variables, *args, **kwargs)`. Arrays may be `jax.ShapeDtypeStruct`s.
       **kwargs: likewise.
-      kernels: to float8_e4m3fn, float8_e5m2, int8 or int4, with granularity "token"; a dtype alone stands for that.
-      only: a function of the path and the layer, true of those to quantise. None is all.
+      kernels: a `Quantization` to float8_e4m3fn, float8_e5m2, int8 or int4 with granularity "token", or its dtype.
+      only: a function of path and layer, true for those to quantise. None is all.
 
     Returns:
       The new variables and a `jaxnorm.reports.Report`.

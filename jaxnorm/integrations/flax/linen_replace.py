@@ -1,4 +1,4 @@
-"""How the models of `flax.linen` get the norms and the Embed of `jaxnorm.linen`: within contexts."""
+"""How models of `flax.linen` get the layers of `jaxnorm.linen`: within contexts."""
 
 import contextlib
 import threading
@@ -78,28 +78,27 @@ def path_of(module: Any) -> Path:
 
 
 def using_layers(custom: replacing.Custom | None = None) -> contextlib._GeneratorContextManager[Report]:
-    """Computes the norms and embeddings of all models that are called, or traced, within.
+    """A context in which jaxnorm computes norms and embeddings of all `flax.linen` models that are called or traced.
 
         with jaxnorm.linen.using_layers({GemmaNorm: lambda norm, x: rms_norm(x, norm.scale)}) as report:
             logits = model.apply(variables, tokens)
 
-    Each `flax.linen.RMSNorm`, `LayerNorm`, `GroupNorm`, `InstanceNorm` and `Embed` is computed as one of
-    `jaxnorm.linen` is. Modules, parameters, their names and checkpoints stay the same, `init` within makes the same
-    parameters, and results agree within rounding. Left to their own code are norms of other kinds, classes with a
-    `__call__` of their own, and calls that no kernel serves, as with a mask. What counts is where a program is traced.
+    Each `flax.linen.RMSNorm`, `LayerNorm`, `GroupNorm`, `InstanceNorm` and `Embed` is computed as in `jaxnorm.linen`.
+    Modules and checkpoints stay the same, as do parameters and their names, also by `init` within; results agree within
+    rounding. Other norms, classes with their own `__call__`, and calls that no kernel serves, as with a mask, run their
+    own code. The context acts at trace time.
 
     Args:
-      custom: classes of the model's own, and for each the function of a module and its arguments that computes it. It
-        may do what the module's `__call__` may, as read `norm.scale` that `setup` made, make it with `norm.param`, or
-        read it with `norm.get_variable`. While parameters are initialised the model's own code runs, and makes them. A
-        subclass goes with its base unless it has a `__call__` of its own.
+      custom: maps classes of the model's own to functions of a module and its arguments, which compute it. They may
+        read `norm.scale` if `setup` made it, make it with `norm.param`, or read it with `norm.get_variable`. The
+        model's own code initialises parameters. A subclass goes with its base unless it has its own `__call__`.
 
     Yields:
       A `jaxnorm.reports.Report` that fills while calls are traced: `replaced` has (path, class) of each layer that was
-      replaced, `left` (path, class, why) of each that was not; of alike calls one, and none that was traced before.
+      replaced, `left` (path, class, why) of each that was not. Equal calls count once, those traced before not at all.
 
     Raises:
-      TypeError: custom maps something else than classes to functions.
+      TypeError: custom does not map classes to functions.
 
     Source: `flax.linen.intercept_methods`.
     """
@@ -152,26 +151,27 @@ def compare_layers(
     loss: Loss | None = None,
     **kwargs: Any,
 ) -> Comparison:
-    """Runs a model of `flax.linen` as it is and within `jaxnorm.linen.using_layers(custom)`, and compares the two.
+    """Compares a `flax.linen` model as it is with itself within `jaxnorm.linen.using_layers(custom)`: results and
+    times.
 
         print(jaxnorm.linen.compare_layers(module, variables, x, custom={GemmaNorm: gemma_norm}))
 
-    What is compared and timed is what `jaxnorm.compare_layers` says of models of flax.nnx.
+    It compares what `jaxnorm.compare_layers` compares for flax.nnx.
 
     Args:
       module: the model.
-      variables: what its `apply` takes. Gradients are taken by those of "params".
+      variables: what its `apply` takes. Gradients are by "params".
       *args: of `module.apply(variables, *args, **kwargs)`.
       **kwargs: likewise.
-      custom: that of `jaxnorm.linen.using_layers`.
-      loss: a function of `model` and args and kwargs, where `model(x)` is `module.apply(variables, x)`.
+      custom: as for `jaxnorm.linen.using_layers`.
+      loss: a function of `model`, args and kwargs, where `model(x)` is `module.apply(variables, x)`.
 
     Returns:
       A `jaxnorm.reports.Comparison`.
 
     Raises:
-      TypeError: module is no module of flax.linen, variables have no "params", an argument has no values, or loss is
-        no function.
+      TypeError: module is not of flax.linen, variables lack "params", an argument has no values, or loss is no
+        function.
       ValueError: no layer of the model is replaced.
     """
     replacing.check_compared(module, loss)

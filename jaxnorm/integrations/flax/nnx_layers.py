@@ -22,9 +22,9 @@ from jaxnorm.results import QK
 
 
 class _Options(nnx.Module):
-    """What all norms have beside Flax's options.
+    """Options of all norms beside Flax's.
 
-    A module, so that instances lie in memory as those of Flax's norms: `replace_layers` makes these norms of ours.
+    A module, so that instances lie in memory as Flax's norms do, which `replace_layers` turns into these.
     """
 
     # A norm of Flax that became one of these has no attributes for them.
@@ -55,15 +55,16 @@ class _Options(nnx.Module):
 class RMSNorm(_Options, nnx.RMSNorm):
     """`flax.nnx.RMSNorm` with the same constructor, parameters and result dtype, computed by `jaxnorm.rms_norm`.
 
-    The constructor also takes `scale_offset`, `multiply_before_cast` and `implementation` of the function. Where
-    `scale_offset` is not 0, the default of `scale_init` is zeros.
+        norm = RMSNorm(64, scale_offset=1.0, rngs=rngs)  # Gemma's
 
-    The kernels serve the calls whose `reduction_axes` and `feature_axes` are trailing axes: the same ones, or with
-    features before those that are reduced, a scale for each head: `reduction_axes=-1, feature_axes=(-2, -1)`. A `mask`,
-    `axis_index_groups`, other axes, parameters that an Explicit mesh splits otherwise than x, a `promote_dtype` of
-    one's own, and dtypes other than float32, bfloat16 and float16 are computed by Flax's own code. That has no
-    `scale_offset` and no `multiply_before_cast=False`: with one of these, the formula computes what it can, and the
-    rest is an error, as it is with `implementation="native"`.
+    The constructor also takes the function's `scale_offset`, `multiply_before_cast` and `implementation`. With a
+    `scale_offset` other than 0, `scale_init` is zeros by default.
+
+    Kernels serve trailing `reduction_axes` and `feature_axes`: the same ones, or more features in front for a scale of
+    each head, `reduction_axes=-1, feature_axes=(-2, -1)`. Flax's own code computes a `mask`, `axis_index_groups`, other
+    axes, parameters that an Explicit mesh splits otherwise than x, your own `promote_dtype`, and dtypes other than
+    float32, bfloat16 and float16. It has no `scale_offset` and no `multiply_before_cast=False`: with one of these the
+    formula computes what it can, and the rest is an error, as with `implementation="native"`.
     """
 
     _functions = calls.RMS
@@ -77,9 +78,9 @@ class RMSNorm(_Options, nnx.RMSNorm):
 class LayerNorm(_Options, nnx.LayerNorm):
     """`flax.nnx.LayerNorm` with the same constructor, parameters and result dtype, computed by `jaxnorm.layer_norm`.
 
-    The kernels serve the same calls as for `RMSNorm`. Their variance is always that of the centred values, so
-    `use_fast_variance=True`, Flax's default, costs no accuracy here: results differ from Flax's by rounding, and where
-    the mean is large against the deviation, Flax's lose digits.
+    Kernels serve the same calls as for `RMSNorm`. They always take the variance of centred values, so Flax's default,
+    `use_fast_variance=True`, costs no accuracy. Results differ from Flax's by rounding, and where the mean is large
+    against the deviation, by the digits that Flax's lose.
     """
 
     _functions = calls.LAYER
@@ -90,7 +91,7 @@ class LayerNorm(_Options, nnx.LayerNorm):
 
 
 class _Add:
-    """What makes a norm one of the sum of x and a residual."""
+    """Adds a residual before a norm."""
 
     _functions: calls.Functions
 
@@ -105,35 +106,35 @@ class _Add:
 
 @explained
 class AddRMSNorm(_Add, RMSNorm):  # type: ignore[misc]
-    """The sum of a residual connection and its `RMSNorm`, computed by `jaxnorm.add_rms_norm`.
+    """Adds x to a residual stream, and applies `RMSNorm` to the sum, by `jaxnorm.add_rms_norm`.
 
         y, new_residual = norm(x, residual)  # new_residual = x + residual, y = RMSNorm(...)(new_residual)
         y, new_residual = norm(x, residual, branch_scale=gate)  # new_residual = gate * x + residual
 
-    Constructor, parameters and the dtype of y are those of `RMSNorm`, whose input is the sum. That has residual's
-    dtype, and is not rounded to another `dtype` before it is normalised, as flax.nnx rounds its input: only y is. What
-    the kernels of `RMSNorm` do not serve is added first and then computed by Flax's own code.
+    Constructor, parameters and y's dtype are those of `RMSNorm`. The sum has residual's dtype and is normalised as it
+    is: only y is rounded to `dtype`, where flax.nnx rounds the input of a norm too. Calls that `RMSNorm`'s kernels do
+    not serve are an addition and Flax's own code.
     """
 
 
 @explained
 class AddLayerNorm(_Add, LayerNorm):  # type: ignore[misc]
-    """The sum of a residual connection and its `LayerNorm`, computed by `jaxnorm.add_layer_norm`; see `AddRMSNorm`."""
+    """Adds x to a residual stream, and applies `LayerNorm`, by `jaxnorm.add_layer_norm`; see `AddRMSNorm`."""
 
 
 @explained
 class GatedRMSNorm(RMSNorm):
-    """An `RMSNorm` that is gated, computed by `jaxnorm.gated_rms_norm`.
+    """An `RMSNorm` with a gate, computed by `jaxnorm.gated_rms_norm`.
 
         norm = GatedRMSNorm(features, gate_first=True, group_size=1024, rngs=rngs)  # Mamba2's
         y = norm(x, gate)
 
-    Constructor and parameters are those of `RMSNorm`, and of the function `gate_first`, `activation` and `group_size`.
-    As in flax.nnx, `dtype` is that of the operands, which are rounded to it, and of y; None is what they promote to.
-    The kernels want x, gate and y of one dtype: with float32 parameters, give `dtype` for a gated norm of half types.
+    Constructor and parameters are those of `RMSNorm`, with the function's `gate_first`, `activation` and `group_size`.
+    As in flax.nnx, operands are rounded to `dtype`, which is y's too; None is what they promote to. Kernels want x,
+    gate and y of one dtype: for x of 16 bits with float32 parameters, pass `dtype`.
 
-    `reduction_axes` and `feature_axes` must be -1. A `mask`, `axis_index_groups` and a `promote_dtype` of one's own are
-    errors.
+    `reduction_axes` and `feature_axes` must be -1. A `mask`, `axis_index_groups` or your own `promote_dtype` is an
+    error.
     """
 
     def __init__(
@@ -180,15 +181,15 @@ class _HeadScales(nnx.Module):
 
 @explained
 class QKNormRotary(_Options, _HeadScales):
-    """RMSNorm or LayerNorm of each head of queries and keys, and their rotary embedding: `jaxnorm.qk_norm_rotary`.
+    """RMSNorm or LayerNorm of each head of queries and keys, and their rotary embedding, by `jaxnorm.qk_norm_rotary`.
 
         rotary = QKNormRotary(128, theta=500_000.0, rngs=rngs)
         q, k = rotary(q, k, positions)  # or rotary(q, k, cos=cos, sin=sin)
 
-    The options are the function's, and the arrays of a call: positions, or tables cos and sin, and frequencies. The
-    parameters are `q_scale` and `k_scale`, of `head_dim` elements, or for each head with `heads`, the numbers of those
-    of queries and keys; `use_scale` is for a norm only. `dtype` is what q and k are converted to; None keeps their own,
-    as float32 parameters do.
+    The constructor takes the function's options; a call takes positions or tables cos and sin, and frequencies. The
+    parameters `q_scale` and `k_scale` have shape (head_dim,), or one row a head with `heads`, the numbers of heads of
+    queries and of keys; there are none without a norm or with `use_scale=False`. q and k are converted to `dtype`; None
+    keeps their own, whatever the parameters'.
     """
 
     def __init__(
@@ -216,7 +217,7 @@ class QKNormRotary(_Options, _HeadScales):
 
 
 class _Quantized:
-    """What makes a norm one with a quantised result."""
+    """Quantises the result of a norm."""
 
     def __init__(
         self, num_features: int, *, quantization: Quantization, straight_through: bool = False, **flax: Any
@@ -252,13 +253,12 @@ class QuantizedRMSNorm(_Quantized, RMSNorm):  # type: ignore[misc]
         quantized = norm(x)
         quantized, new_residual = norm(x, residual)
 
-    Constructor and parameters are those of `RMSNorm`, and of the function `quantization`, `straight_through` and the
-    call's `residual`, `static_scale` and `smooth_scale`. `dtype` is that of the operands, as in flax.nnx: the
-    parameters, and x where there is no residual, are rounded to it; what comes of them is float32 until it is
-    quantised.
+    Constructor and parameters are those of `RMSNorm`, with the function's `quantization` and `straight_through`; a call
+    also takes `residual`, `static_scale` and `smooth_scale`. Parameters, and x if there is no residual, are rounded to
+    `dtype`, as in flax.nnx; the norm is float32 until it is quantised.
 
-    `reduction_axes` and `feature_axes` must be the same axes: kernels serve trailing ones, the formula others.
-    A `mask`, `axis_index_groups` and a `promote_dtype` of one's own are errors.
+    `reduction_axes` and `feature_axes` must be the same axes: kernels serve trailing ones, the formula others. A
+    `mask`, `axis_index_groups` or your own `promote_dtype` is an error.
     """
 
 
@@ -268,7 +268,7 @@ class QuantizedLayerNorm(_Quantized, LayerNorm):  # type: ignore[misc]
 
 
 class _Groups(nnx.Module):
-    """What a GroupNorm and an InstanceNorm have beside Flax's options; see `_Options`."""
+    """Options of GroupNorm and InstanceNorm beside Flax's; see `_Options`."""
 
     activation: OfGroups | Synonym | None = None
     scale_offset: float = 0.0
@@ -306,15 +306,14 @@ class GroupNorm(_Groups, nnx.GroupNorm):
         norm = GroupNorm(320, num_groups=32, activation="silu", rngs=rngs)
         y = norm(x)
 
-    The constructor also takes `activation`, `scale_offset` and `implementation` of the function. Where `scale_offset`
-    is not 0, the default of `scale_init` is zeros.
+    The constructor also takes the function's `activation`, `scale_offset` and `implementation`. With a `scale_offset`
+    other than 0, `scale_init` is zeros by default.
 
-    The kernels serve the calls whose `reduction_axes` are all axes but the first, as they are by default. A `mask`,
-    `axis_index_groups`, other axes, parameters that an Explicit mesh splits otherwise than x, a `promote_dtype` of
-    one's own, and dtypes other than float32, bfloat16 and float16 are computed by Flax's own code, and the activation
-    of its result. That has no `scale_offset`: with one, the formula computes what it can, and the rest is an error, as
-    it is with `implementation="native"`. The variance is that of the centred values, also with
-    `use_fast_variance=True`.
+    Kernels serve `reduction_axes` of all axes but the first, the default. Flax's own code, with the activation after
+    it, computes a `mask`, `axis_index_groups`, other axes, parameters that an Explicit mesh splits otherwise than x,
+    your own `promote_dtype`, and dtypes other than float32, bfloat16 and float16. It has no `scale_offset`: with one
+    the formula computes what it can, and the rest is an error, as with `implementation="native"`. The variance is of
+    centred values, with `use_fast_variance=True` too.
     """
 
 
@@ -322,25 +321,24 @@ class GroupNorm(_Groups, nnx.GroupNorm):
 class InstanceNorm(_Groups, nnx.InstanceNorm):
     """`flax.nnx.InstanceNorm` with the same constructor, parameters and result dtype: a `GroupNorm` of single channels.
 
-    The kernels serve the calls whose `feature_axes` are the last axis. Options and all else are as of `GroupNorm`.
+    Kernels serve `feature_axes` of the last axis. All else, with the options, is as for `GroupNorm`.
     """
 
 
 @explained
 class Embed(nnx.Embed):
-    """`flax.nnx.Embed` with the same constructor, parameter and result, by `jaxnorm.embedding`.
+    """`flax.nnx.Embed` with the same constructor, parameter and result, computed by `jaxnorm.embedding`.
 
         embed = Embed(50_257, 768, dtype=jnp.bfloat16, rngs=rngs)
         x = embed(ids)
         logits = embed.attend(x)
 
-    The rows have Flax's bits, with NaN where an id is out of range; negative ids count from the end. Flax rounds the
-    table to `dtype` and sums its gradient in that. Here the rows are rounded, and the gradient is summed in float32 and
-    rounded once, to the table's dtype; so it is of `num_embeddings=1`, whose row is broadcast to all ids, as in Flax.
-    `attend` is Flax's.
+    Rows have Flax's bits, NaN where an id is out of range; negative ids count from the end. The rows are rounded to
+    `dtype`, and the table's gradient is summed in float32 and rounded once, to the table's dtype; Flax rounds the table
+    and sums its gradient in `dtype`. With `num_embeddings=1` all ids get the one row, as in Flax. `attend` is Flax's.
 
-    The constructor also takes `implementation` of the function. A `promote_dtype` of one's own, and dtypes other than
-    float32, bfloat16 and float16, are computed by Flax's own code, and are errors with `implementation="native"`.
+    The constructor also takes the function's `implementation`. Flax's own code computes your own `promote_dtype` and
+    dtypes other than float32, bfloat16 and float16, which are errors with `implementation="native"`.
     """
 
     # An Embed of Flax that became one of these has no attribute for it.
@@ -361,7 +359,7 @@ class Embed(nnx.Embed):
 
 @explained
 class GatedActivation(nnx.Module):
-    """An activation of a gate, times what it gates: `jaxnorm.gated_activation`, without parameters.
+    """`activation(gate) * up`, the elementwise step of a gated MLP, by `jaxnorm.gated_activation`, without parameters.
 
         gate = GatedActivation(activation="silu")
         h = gate(linear(x))

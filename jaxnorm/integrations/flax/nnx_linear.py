@@ -1,4 +1,4 @@
-"""Linear layers of `flax.nnx` that are quantised or computed in float8, how a model gets them, and why others stay."""
+"""Linear layers of `flax.nnx`, quantised or in float8: how a model gets them, and why others stay."""
 
 import functools
 from typing import Any, NamedTuple
@@ -86,22 +86,22 @@ def become(module: Any, ours: type) -> None:
 
 
 class QuantizedParam(nnx.Variable[Any]):
-    """A quantised kernel, or its scales: variables that are not trained, as `nnx.Param` are."""
+    """A quantised kernel or its scales: not trained, unlike an `nnx.Param`."""
 
 
 @explained
 class QuantizedLinear(nnx.Linear):
-    """A `flax.nnx.Linear` whose kernel is quantised, computed by `jaxnorm.quantized_dot`.
+    """A `flax.nnx.Linear` with a quantised kernel, computed by `jaxnorm.quantized_dot`.
 
         layer = QuantizedLinear(256, 512, kernels=Quantization(jnp.int8), rngs=rngs)
         y = layer(x)
 
-    In place of the kernel there are `QuantizedParam`s: `values` of shape (out_features, in_features) and `scales` of
-    shape (out_features, 1); `kernels` is how they came about, and `quantized` has both. With `inputs` x is quantised
-    too, after it is rounded to the dtype of the computation. An x that is a `Quantized` already, as a
-    `QuantizedRMSNorm` gives it, is taken as it is. The result has Flax's dtype; that of a `Quantized` is `dtype`, or
-    bfloat16 where that is None. The constructor's other arguments are Flax's; `precision` changes nothing. There is no
-    `out_sharding` of a call.
+    `QuantizedParam`s replace the kernel: `values` of shape (out_features, in_features) and `scales` of shape
+    (out_features, 1). `quantized` has both, and `kernels` tells how they were made. With `inputs` x is rounded to the
+    dtype of the computation and quantised too. A `Quantized` x, as from a `QuantizedRMSNorm`, is taken as it is.
+
+    The result has Flax's dtype; for a `Quantized` it is `dtype`, or bfloat16 where that is None. The constructor's
+    other arguments are Flax's. `precision` has no effect, and a call takes no `out_sharding`.
     """
 
     values: QuantizedParam
@@ -125,7 +125,7 @@ class QuantizedLinear(nnx.Linear):
 
     @property
     def quantized(self) -> Quantized:
-        """The kernel: its `dequantize()` is the layer's, rounded."""
+        """The kernel; its `dequantize()` is the layer's kernel, rounded."""
         return Quantized(self.values[...], self.scales[...], transposed=True)
 
     def __call__(self, inputs: jax.Array | Quantized, out_sharding: None = None) -> jax.Array:
@@ -207,28 +207,27 @@ def _set(module: Any, kernels: Quantization, inputs: Quantization | None, variab
 
 @explained
 class Float8Linear(nnx.Linear):
-    """A `flax.nnx.Linear` that is computed by `jaxnorm.float8_linear`, forward and backward, without state.
+    """A `flax.nnx.Linear` that computes in float8, forward and backward, by `jaxnorm.float8_linear`; it has no state.
 
         layer = Float8Linear(256, 512, dtype=jnp.bfloat16, rngs=rngs)
         y = layer(x)  # float8_linear(x, layer.kernel, bias=layer.bias, recipe=layer.recipe, out_dtype=jnp.bfloat16)
 
-    `jaxnorm.float8_linears` makes them of the layers of a model. Parameters, their names, metadata and checkpoints are
-    Flax's. `recipe` says how the function rounds, and what it keeps for the derivative.
+    `jaxnorm.float8_linears` puts them into a model. Parameters, their names, metadata and checkpoints are Flax's.
+    `recipe` tells how the function rounds, and what it keeps for the derivative.
 
-    The kernel is rounded once, from its own dtype, where Flax rounds it to `dtype` before `dot_general`; its gradient
-    is as it is, of float32 for a float32 kernel. x is rounded to `dtype` first, as Flax does it. The bias is added in
-    float32 before the result is rounded, and its gradient is a sum in float32.
+    x is rounded to `dtype` first, as in Flax. The kernel is not: it is rounded once, from its own dtype, which its
+    gradient has too. The bias is added in float32 before the result is rounded, and its gradient is summed in float32.
 
-    An x that is a `Quantized` of float8_e4m3fn, as a `QuantizedRMSNorm` gives it, is taken as it is, and with
-    `straight_through=True` there its gradient flows on. The result has Flax's dtype; that of a `Quantized` is `dtype`,
-    or bfloat16 where that is None.
+    A `Quantized` x of float8_e4m3fn, as from a `QuantizedRMSNorm`, is taken as it is; if that has
+    `straight_through=True`, the gradient flows on. The result has Flax's dtype; for a `Quantized` it is `dtype`, or
+    bfloat16 where that is None.
 
-    The constructor's other arguments are Flax's; a `precision` of "highest" multiplies what was rounded in float32, and
-    others change nothing.
+    The constructor's other arguments are Flax's. A `precision` of "highest" multiplies the rounded values in float32;
+    others have no effect.
 
     Raises:
-      TypeError: recipe is no `Float8Recipe`, or there is a `dot_general` or `promote_dtype` that is not Flax's, or a
-        dtype that is not float32, bfloat16 or float16. Of a call, those of `float8_linear`.
+      TypeError: recipe is no `Float8Recipe`, `dot_general` or `promote_dtype` is not Flax's, or a dtype is not float32,
+        bfloat16 or float16. For a call, those of `float8_linear`.
     """
 
     recipe: Float8Recipe

@@ -1,4 +1,4 @@
-"""How a model of `flax.nnx` gets the norms and the Embed of `jaxnorm.nnx`, and its own back; how the two compare."""
+"""How a model of `flax.nnx` gets the layers of `jaxnorm.nnx`, gets its own back, and how the two compare."""
 
 import functools
 from collections.abc import Callable
@@ -35,29 +35,28 @@ class _Custom:
 
 
 def replace_layers(model: Any, custom: replacing.Custom | None = None) -> tuple[Any, Report]:
-    """Puts jaxnorm's norms and embeddings into a model, in place and at any depth.
+    """Replaces the norms and embeddings of a model by jaxnorm's, in place and at any depth.
 
         model, report = replace_layers(model, {GemmaNorm: lambda norm, x: rms_norm(x, norm.scale[...])})
 
-    Each `flax.nnx.RMSNorm`, `LayerNorm`, `GroupNorm`, `InstanceNorm` and `Embed` becomes one of `jaxnorm.nnx`, in
-    stacked layers too. The modules stay the same objects with the same parameters; results agree within rounding.
+    Each `flax.nnx.RMSNorm`, `LayerNorm`, `GroupNorm`, `InstanceNorm` and `Embed`, in stacked layers too, becomes one of
+    `jaxnorm.nnx`. Modules stay the same objects with the same parameters; results agree within rounding.
 
-    Left are norms of other kinds, classes with a `__call__` of their own, and layers whose options or dtypes no kernel
-    serves. What is not part of the model's graph, as a module in a closure, is not found.
+    Other norms, classes with their own `__call__`, and layers whose options or dtypes no kernel serves stay as they
+    are. Modules outside the model's graph, as in a closure, are not found.
 
     Args:
       model: a module, or a list, dict or other pytree of modules.
-      custom: classes of the model's own, and for each the function of a module and its arguments that computes it. A
-        subclass goes with its base unless it has a `__call__` of its own.
+      custom: maps classes of the model's own to functions of a module and its arguments, which compute it. A subclass
+        goes with its base unless it has its own `__call__`.
 
     Returns:
       The same model and a `jaxnorm.reports.Report`: `replaced` has (path, class) of each layer that was replaced,
-      `left` (path, class, why) of each that was not, `within` both, within a module that a function of custom computes.
+      `left` (path, class, why) of each that was not, `within` both, inside modules that functions of custom compute.
 
     Raises:
-      TypeError: model is of `flax.linen`, or has no module of flax.nnx, or custom maps something else than classes to
-        functions.
-      ValueError: model is an argument of a transformation of flax.nnx, as `nnx.jit`, which is running.
+      TypeError: model is of `flax.linen` or has no module of flax.nnx, or custom does not map classes to functions.
+      ValueError: model is an argument of a running transformation of flax.nnx, as `nnx.jit`.
     """
     functions = replacing.check_custom("replace_layers", custom, nnx.Module)
     linen_remedy = "a linen module has no norms until it is called. Call it within jaxnorm.linen.using_layers()"
@@ -85,27 +84,27 @@ def replace_layers(model: Any, custom: replacing.Custom | None = None) -> tuple[
 
 
 def restore_layers(model: Any) -> tuple[Any, Report]:
-    """Takes what `replace_layers` put into a model out again, in place and at any depth.
+    """Undoes `replace_layers` on a model, in place and at any depth.
 
         model, report = restore_layers(model)
 
-    Each module, a layer of Flax or a class of a mapping, gets the class back that it had, and with it results bit for
-    bit, its graph definition, and what was compiled for it. Modules and parameters stay the same objects. Copies, and
-    what pickle or `nnx.merge` made of a model that was changed, are restored alike.
+    Each module gets back its class, be it Flax's or one of a mapping, and with it results bit for bit, its graph
+    definition, and compiled programs. Modules and parameters stay the same objects. Copies of a changed model, and what
+    pickle or `nnx.merge` makes of it, are restored alike.
 
-    Layers that the model's author made from `jaxnorm.nnx` stay, as does one of Flax that has a `scale_offset` or an
-    `implementation` since.
+    Layers that the model's author made from `jaxnorm.nnx` stay, and so does a layer of Flax that was given a
+    `scale_offset` or an `implementation` since.
 
     Args:
       model: a module, or a list, dict or other pytree of modules.
 
     Returns:
       The same model and a `jaxnorm.reports.Report`: `replaced` has (path, class) of each module that has its own class
-      again, `left` has (path, class, why) of each that is jaxnorm's still.
+      again, `left` has (path, class, why) of each that is still jaxnorm's.
 
     Raises:
-      TypeError: model is of `flax.linen`, whose norms are replaced only within a context, or has no module of flax.nnx.
-      ValueError: model is an argument of a transformation of flax.nnx, as `nnx.jit`, which is running.
+      TypeError: model has no module of flax.nnx, or is of `flax.linen`, whose norms are replaced only within a context.
+      ValueError: model is an argument of a running transformation of flax.nnx, as `nnx.jit`.
     """
     remedy = "its norms are replaced within jaxnorm.linen.using_layers() alone. Call it outside"
     report = Report(done="restored")

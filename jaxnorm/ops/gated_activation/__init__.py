@@ -1,8 +1,8 @@
-"""An activation of a gate, times what it gates.
+"""`activation(gate) * up`: the elementwise step of a gated MLP.
 
-Kernels take a sigmoid below 2**-126 for 0. In a gradient x alone is kept, and one native call writes the gradients of
-gate and up into one array like x, or into two. The exact gelu of jax.nn is `functools.partial(jax.nn.gelu,
-approximate=False)`. Over a mesh that splits the columns, (..., 2, columns) and a tuple stay where they are; of (..., 2
-* columns) a device has columns of one, and those of the other have to come from elsewhere: in a `jax.shard_map` use one
-of the former. Over an Explicit mesh that splits the last axis into parts that do not divide its halves it is an error.
+Kernels take a sigmoid below 2**-126 for 0. A gradient keeps x alone, and one native call writes it for gate and up,
+into one array like x or into two. jax.nn's exact gelu is `functools.partial(jax.nn.gelu, approximate=False)`. A mesh
+that splits the columns of (..., 2, columns) or of a tuple moves nothing. One that splits (..., 2 * columns) gives a
+device columns of gate or of up, and the others must be fetched: in a `jax.shard_map` use one of the former. An Explicit
+mesh must split that axis into parts that divide its halves.
 """

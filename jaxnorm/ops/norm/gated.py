@@ -1,8 +1,7 @@
-"""The RMSNorm beside a gate: its formulas in plain jnp, its record, the checks of its arguments, its public function.
+"""RMSNorm with a gate: its formulas in plain jnp, its record, the checks of its arguments, its public function.
 
-The formulas are the norm's, and a product by the gate's activations around them. The last axis is normalised. A scale
-has its shape or, where that axis is a group of a longer one, that of the last two. For a derivative x, gate and rstd
-are kept.
+The formulas are the norm's, multiplied by an activation of the gate. The last axis is normalised. scale has its shape
+or, if that axis is a group of a longer one, the shape of the last two. A derivative keeps x, gate and rstd.
 """
 
 import dataclasses
@@ -236,7 +235,7 @@ def gated_rms_norm(
     axis_name: Any = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
-    """Divides x by its root mean square over the last axis and multiplies it by an activation of a gate.
+    """Divides x by its root mean square over the last axis, and multiplies by an activation of a gate before or after.
 
         a = gate * sigmoid(gate), or sigmoid(gate) with activation="sigmoid"
         y = rms_norm(x * a) * (scale + scale_offset)        gate_first=True: Mamba2
@@ -244,8 +243,7 @@ def gated_rms_norm(
 
         >>> y = gated_rms_norm(jnp.ones((2, 8)), jnp.ones((2, 8)), jnp.ones(8), gate_first=True, group_size=4)
 
-    All of it is computed, rounded and transformed as `rms_norm` says, by one native call each way for x, gate and
-    scale.
+    It computes, rounds and transforms as `rms_norm` does, with one native call each way for x, gate and scale.
 
     Args:
       x: floating-point array of rank 1 or more. What is not named here is as for `rms_norm`.

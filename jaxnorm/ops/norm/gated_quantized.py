@@ -1,7 +1,7 @@
-"""The gated norm with a quantised result: the public function, its formula, its derivative by convention, its record.
+"""The gated norm with a quantised result: public function, formula, derivative by convention, record.
 
-Where a group of a longer axis is normalised, several groups may share a scale of the quantisation: all of a token, or
-those in which a run of columns lies.
+Where groups of a longer axis are normalised, several may share a scale: all of a token, or those that a run of columns
+covers.
 """
 
 import dataclasses
@@ -45,7 +45,7 @@ class Operands(NamedTuple):
 
 
 def _spans_groups(norm: Norm, cols: Any) -> bool:
-    """Whether several groups that are normalised, of so many columns, share a scale that is computed."""
+    """Whether normalised groups of so many columns share computed scales."""
     assert norm.quantization is not None
     granularity, run = norm.quantization.granularity, norm.quantization.group_size
     is_whole = run is not None and cols % run == 0
@@ -162,17 +162,17 @@ def gated_rms_norm_quantized(
     axis_name: Any = None,
     implementation: Implementation | None = None,
 ) -> Quantized:
-    """Normalises x beside a gate as `gated_rms_norm` does and quantises the result to 8 bits.
+    """Normalises x with a gate as `gated_rms_norm` does, and quantises the result to 8 bits.
 
         v = gated_rms_norm(x, gate, scale, gate_first=gate_first, ...) * smooth_scale           in float32
 
         >>> x, int8 = jnp.ones((2, 8)), Quantization("int8")
         >>> q = gated_rms_norm_quantized(x, x, jnp.ones(8), gate_first=True, quantization=int8)
 
-    and from there as `rms_norm_quantized`, whose dtypes, bits, derivative and errors these are. group_size says which
-    columns are normalised together, and `quantization` which share a scale: with granularity "token" all of x's last
-    axis, with "group" `quantization.group_size` columns of it. A kernel works on one group that is normalised, so XLA's
-    code runs where several share a scale that is computed.
+    It quantises v as `rms_norm_quantized` does, with the same dtypes, bits, derivative and errors. group_size tells
+    which columns are normalised together, `quantization` which share a scale: with granularity "token" all of x's last
+    axis, with "group" `quantization.group_size` columns of it. A kernel sees one normalised group at a time, so XLA's
+    code runs where several share a computed scale.
 
     Args:
       x: array of float32, bfloat16 or float16 of rank 1 or more. What is not named here is as for the two functions.

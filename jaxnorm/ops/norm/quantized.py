@@ -1,9 +1,9 @@
-"""The norms with a quantised result: their formulas in plain jnp, their record, their public functions.
+"""Norms with a quantised result: their formulas in plain jnp, their record, their public functions.
 
-The formulas are the norm's, and a rounding after them. Rounding has the derivative zero nearly everywhere, which no one
-wants. So quantised norms have another by convention, or none: the *straight-through* one takes what was quantised for
-its values times scales. 8 bits are too few for a cotangent, and integers have none, so it flows through a result of
-zeros besides, the carrier, whose tangent is that of the unquantised norm.
+The formulas are the norm's, then a rounding. Its derivative, zero nearly everywhere, is of no use, so quantised norms
+have none, or one by convention: the *straight-through* derivative takes values times scales for what was quantised. 8
+bits are too few for a cotangent, and integers have none, so it flows through another result, of zeros: the carrier,
+whose tangent is that of the unquantised norm.
 """
 
 import dataclasses
@@ -80,7 +80,7 @@ def quantize(norm: Norm, y: jax.Array, operands: Operands) -> Results:
 
 
 def derivative(norm: Norm) -> Derivative:
-    """What the rounding has for a derivative."""
+    """The derivative of the rounding."""
     of_sum, operands = ", and of new_residual the true one", "x, residual, scale and bias"
     if norm.activation is not None:
         of_sum, operands = "", "the operands"
@@ -250,16 +250,16 @@ def rms_norm_quantized(
 
         >>> q = rms_norm_quantized(jnp.ones((2, 8)), jnp.ones(8), quantization=Quantization("float8_e4m3fn"))
 
-    with the `largest` of quantization's dtype, in float32, bit for bit as NumPy does it from the same implementation's
-    norm. A derivative is an error, but with straight_through=True.
+    `largest` is that of quantization's dtype. All is float32, and has the bits that NumPy computes from the same
+    implementation's norm. Taking a derivative is an error unless straight_through=True.
 
     Args:
       x: array of float32, bfloat16 or float16 of rank 1 or more. What is not named here is as for `add_rms_norm`.
-      residual: None, or x's addend; then the sum is returned, too.
+      residual: None, or an array to add to x; then the sum is returned too.
 
     Returns:
-      `QuantizedNorm`, (quantized, residual, y, statistics): a `Quantized` of x's shape, the sum and y or None, and the
-      statistics of the rows.
+      `QuantizedNorm`, (quantized, residual, y, statistics): a `Quantized` of x's shape, the sum or None, y or None, and
+      the statistics of the rows.
 
     Raises:
       ValueError, TypeError, RuntimeError: an array is float64, or quantization does not fit; or as `rms_norm`.
@@ -298,7 +298,7 @@ def layer_norm_quantized(
 
         >>> q = layer_norm_quantized(jnp.ones((2, 8)), jnp.ones(8), jnp.zeros(8), quantization=Quantization("int8"))
 
-    and from there as `rms_norm_quantized`, whose dtypes, result, derivative and errors these are.
+    It quantises v as `rms_norm_quantized` does, with the same dtypes, result, derivative and errors.
 
     Args:
       x: array of float32, bfloat16 or float16 of rank 1 or more. What is not named here is as for `rms_norm_quantized`.
