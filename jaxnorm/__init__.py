@@ -1,4 +1,4 @@
-"""CPU and CUDA kernels for JAX, forward and backward; where there is none, XLA computes the same formula.
+"""CPU and CUDA kernels for JAX, forward and backward; where none exists, XLA computes the same formula.
 
 RMSNorm and LayerNorm: alone, with a residual add, between two blocks, with a gate, or with an 8-bit result. GroupNorm.
 Gated activations, also with an 8-bit result. Rotary embedding with the norms of queries and keys. Softmax, log-softmax
@@ -18,7 +18,7 @@ order; a function's own docstring says what differs there.
 - `ids`: integers of any shape, the row numbers; negative ones count from the end.
 - `data`: array of rank 1 or more; its rows, along the first axis, are added up.
 - `segment_ids`: integers, the segment of each row of data.
-- `num_segments=None`: number of segments; None is the largest id plus 1, which must not be traced then.
+- `num_segments=None`: number of segments; None is the largest of segment_ids plus 1, if they are not traced.
 - `kernel`: floating-point array (inputs, outputs), or a `Quantized` one, by which x is multiplied.
 - `gate_first`: whether the gate multiplies x before the norm, not after. Models differ, so there is no default.
 - `quantization`: a `Quantization`: dtype, what shares a scale, and how scales are made.
@@ -45,7 +45,7 @@ order; a function's own docstring says what differs there.
 - `rotary_dim=None`: how many elements of each head are rotated, an even number; None is all.
 - `interleaved=False`: True pairs elements (2 i, 2 i + 1), as RoFormer; False pairs (i, i + rotary_dim / 2), as Llama.
 - `normalize=True`: True or "rms" is RMSNorm, "layer" LayerNorm, False no norm.
-- `activation="silu"`: of the gate or of the result, by its name or as a function of `jax.nn`.
+- `activation="silu"`: that of the gate or of the result, by its name or as a function of `jax.nn`.
 - `num_groups=None`: number of groups of channels.
 - `group_size=None`: how many neighbouring channels are normalised together; it divides their number.
 - `static_scale=None`: the scale with granularity "tensor", a scalar; the others compute theirs and take None.
@@ -57,7 +57,7 @@ order; a function's own docstring says what differs there.
 - `heads_axis=-2`: the axis of heads, -2 or -3.
 - `temperature=1.0`: divides logits before the draw; 0 takes the largest. This and the next three are numbers, or arrays
   that broadcast to the leading axes of logits, with a number for each row.
-- `top_k=None`: keeps so many of the largest logits, of equals at the border the first; None, 0 and -1 keep all.
+- `top_k=None`: keeps so many of the largest logits; of equals at the border, the first. None, 0 and -1 keep all.
 - `top_p=None`: keeps, of these, the fewest most probable columns whose probabilities add up to it, of equals at the
   border the first. 1 or more keeps all, 0 or less the most probable column.
 - `min_p=None`: keeps, of these, columns at least so many times as probable as the most probable one; above 1 only that.
@@ -67,8 +67,8 @@ order; a function's own docstring says what differs there.
 - `row_weights=None`: floating-point array of labels' shape that multiplies the losses.
 - `reduction="mean"`: "mean", "sum" or "none".
 - `rows_per_chunk=None`: about how many rows a chunk has on each device. None: all if their logits take at most 4 GiB;
-  else those of 512 MiB of logits or, up to half of the rows, of as much as the kernel's gradient in float32; at least
-  256.
+  else at least 256, and as many as have 512 MiB of logits or, of half the rows at most, as many bytes as the kernel's
+  gradient in float32.
 - `label_smoothing=0.0`: share of the label's probability, from 0 to 1, that is spread over all classes.
 - `z_loss=0.0`: non-negative factor of logsumexp², which keeps logsumexp near 0 (PaLM has 1e-4).
 - `logit_scale=1.0`: finite number that multiplies logits first, as 1 / temperature or 1 / sqrt(head size).

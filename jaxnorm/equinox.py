@@ -39,8 +39,8 @@ class RMSNorm(eqx.nn.RMSNorm):
         y = x * rsqrt(mean(x²) + eps) * weight + bias
 
     x has the shape of the module. The norm computes in float32 and rounds once, to x's dtype. Under `jax.vmap` over x,
-    nested too, it stays one native call each way. Equinox' own code computes x and weights of other dtypes than
-    float32, bfloat16 and float16.
+    nested too, it stays one native call each way. Equinox' own code runs for dtypes other than float32, bfloat16 and
+    float16 of x or weights.
 
     Source: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019, https://arxiv.org/abs/1910.07467.
     """
@@ -92,8 +92,8 @@ class Embedding(eqx.nn.Embedding):
 
     Rows have Equinox' bits. As there, negative indices count from the end, and an index out of range reads the first or
     last row and adds to its gradient. The gradient is summed in float32, in the same order in each run, and rounded
-    once. Under `jax.vmap` over x, nested too, it stays one native call. Equinox' own code computes weights of other
-    dtypes than float32, bfloat16 and float16, and indices that are no array of integers.
+    once. Under `jax.vmap` over x, nested too, it stays one native call. Equinox' own code runs for weights of dtypes
+    other than float32, bfloat16 and float16, and for indices that are no array of integers.
     """
 
     def __call__(self, x: Any, *, key: Any = None) -> jax.Array:
@@ -112,14 +112,14 @@ class QuantizedLinear(eqx.Module):
 
     `values` (out_features, in_features) and `scales` (out_features, 1) replace the weight; `quantized` has both, as a
     kernel. With `inputs` x is quantised at each call too, and has no derivative. The result has Equinox' dtype.
-    `values` and `scales` get no gradient, for which `equinox.filter_grad` gives zeros: keep them from an optimiser with
-    weight decay.
+    `values` and `scales` get no gradient, but zeros from `equinox.filter_grad`: keep them from an optimiser with weight
+    decay.
 
     Args:
       linear: the layer to quantise, or a stack of layers that `equinox.filter_vmap` made.
       kernels: a `Quantization` to float8_e4m3fn, float8_e5m2, int8 or int4 with granularity "token", or its dtype.
-      inputs: how x is quantised, likewise: float8 with float8 kernels, int8 with int8 and int4 kernels. None leaves x
-        as it is.
+      inputs: how x is quantised, likewise: float8 with float8 kernels, int8 with int8 and int4 kernels; None: not at
+        all.
 
     Raises:
       TypeError: linear is no `equinox.nn.Linear` that can be quantised, kernels or inputs is no `Quantization`, or
@@ -192,8 +192,8 @@ def replace_layers(model: Any) -> tuple[Any, Report]:
     `jaxnorm.equinox` with the same fields, so paths of `equinox.tree_at` and saved leaves stay valid; results agree
     within rounding. Modules are frozen: the given model stays as it is.
 
-    Other norms, subclasses, layers whose epsilon or dtypes no kernel serves, and layers whose weights are no arrays
-    stay, as when `equinox.nn.Shared` ties them.
+    Other norms, subclasses, layers whose epsilon or dtypes no kernel serves, and layers whose weights are no arrays, as
+    where `equinox.nn.Shared` ties them, stay as they are.
 
     Args:
       model: a module, or a list, dict or other pytree of modules.
@@ -223,13 +223,13 @@ def quantize_linears(
     *,
     only: Only | None = None,
 ) -> tuple[Any, Report]:
-    """Makes a model from a trained one, with its linear layers quantised, at any depth.
+    """Makes a copy of a trained model with its linear layers quantised, at any depth.
 
         model, report = jaxnorm.equinox.quantize_linears(model, Quantization(jnp.int8), Quantization(jnp.int8))
         print(report)
 
     Each `equinox.nn.Linear`, in stacked layers too, becomes a `QuantizedLinear`; the given model stays as it is. Other
-    layers, subclasses, layers of "scalar" features, and those whose weight is no array or is tied stay.
+    layers, subclasses, layers of "scalar" features, and those whose weight is no array or is tied are not quantised.
 
     Args:
       model: a module, or a list, dict or other pytree of modules; to load a quantised checkpoint, what

@@ -44,13 +44,12 @@ class LayerNormalization(keras.layers.LayerNormalization):
         y = (x - mean) * rsqrt(mean((x - mean)²) + epsilon) * gamma + beta
 
     It computes in float32 and rounds once, to the layer's `compute_dtype`. x is centred first, which keeps the digits
-    of rows far from 0, where Keras subtracts `mean * rsqrt(...)` from `x * rsqrt(...)`. Kernels serve trailing `axis`,
-    with x and weights of float32, bfloat16 and float16. Keras' own code computes other axes and dtypes, and
-    `rms_scaling`.
+    of rows far from 0; Keras subtracts `mean * rsqrt(...)` from `x * rsqrt(...)`. Kernels serve trailing axes, with x
+    and weights of float32, bfloat16 and float16. Keras' own code runs for other axes and dtypes, and for `rms_scaling`.
 
-    Files of weights load either way. Files of models name their classes. Load one with Keras' layers by
-    `replace_layers(keras.models.load_model(path))`. One with these layers loads in a program that imports
-    jaxnorm.keras; in others, put Keras' layers in their place:
+    Files of weights load either way. Files of models name their classes. Load one saved with Keras' layers by
+    `replace_layers(keras.models.load_model(path))`. One saved with these loads where jaxnorm.keras is imported, and
+    elsewhere with Keras' layers in their place:
 
         theirs = {"jaxnorm>LayerNormalization": keras.layers.LayerNormalization}
         model = keras.models.load_model(path, custom_objects=theirs)
@@ -92,8 +91,8 @@ class GroupNormalization(keras.layers.GroupNormalization):
         y = (x - mean) * rsqrt(mean((x - mean)²) + epsilon) * gamma + beta
 
     Means are over the positions and the channels of a group, for each example. It computes in float32 and rounds once,
-    to the layer's `compute_dtype`, for x and weights of float32, bfloat16 and float16 with channels last or first
-    (`axis=1`). Keras' own code computes the rest. Files load as for `LayerNormalization`.
+    to the layer's `compute_dtype`, for x and weights of float32, bfloat16 and float16 with channels last or `axis=1`.
+    Keras' own code runs for the rest. Files load as for `LayerNormalization`.
 
     Source: Wu and He, Group Normalization, 2018, https://arxiv.org/abs/1803.08494.
     """
@@ -114,7 +113,7 @@ class Embedding(keras.layers.Embedding):
 
     Rows have Keras' bits, NaN where an index is out of range. Negative indices count from the end, and fractions are
     truncated. The table's gradient is summed in float32, in the same order in each run, and rounded once. Keras' own
-    code computes LoRA, quantised tables, and dtypes other than float32, bfloat16 and float16. Files load as for
+    code runs for LoRA, quantised tables, and dtypes other than float32, bfloat16 and float16. Files load as for
     `LayerNormalization`.
     """
 
@@ -141,7 +140,7 @@ OTHERS += (keras.layers.ReversibleEmbedding,)
 
 
 def replace_layers(model: Any) -> tuple[Any, Report]:
-    """Replaces the norms and Embeddings of a Keras model by jaxnorm's, in place and at any depth.
+    """Replaces the norms and Embeddings of a Keras model with jaxnorm's, in place and at any depth.
 
         model, report = jaxnorm.keras.replace_layers(model)
 

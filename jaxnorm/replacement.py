@@ -13,7 +13,7 @@ from jaxnorm.reports import Comparison, Report
 
 
 def replace_layers(model: Any, custom: Custom | None = None) -> tuple[Any, Report]:
-    """Replaces norms and Embeds of a `flax.nnx` model by jaxnorm's, in place: see `jaxnorm.nnx.replace_layers`.
+    """Replaces norms and Embeds of a `flax.nnx` model with jaxnorm's, in place: see `jaxnorm.nnx.replace_layers`.
 
         >>> from flax import nnx
         >>> model, report = replace_layers(nnx.LayerNorm(8, rngs=nnx.Rngs(0)))

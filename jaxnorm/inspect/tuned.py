@@ -50,7 +50,7 @@ class Where:
 
     @classmethod
     def of(cls, leaves: Iterable[Any] = ()) -> "Where":
-        """That of a program with these arguments; without arrays, of one on JAX's default device."""
+        """Where a program with these arguments runs; without arrays, on JAX's default device."""
         devices = devices_of(leaves)
         kind = devices[0].device_kind
         if devices[0].platform == "cpu" and ffi.available("cpu"):

@@ -70,8 +70,8 @@ class _Rows(_Options):
 class RMSNorm(_Rows, linen.RMSNorm):
     """`flax.linen.RMSNorm` with the same fields, parameters and result dtype, computed by `jaxnorm.rms_norm`.
 
-    It has the options of `jaxnorm.nnx.RMSNorm`, by keyword, and kernels serve the same calls. Flax's own code computes
-    `force_float32_reductions=False` as well.
+    It has the options of `jaxnorm.nnx.RMSNorm`, by keyword, and kernels serve the same calls. Flax's own code also runs
+    for `force_float32_reductions=False`.
     """
 
     _functions = calls.RMS
@@ -105,10 +105,10 @@ class _Add(linen.Module):
 class AddRMSNorm(_Add, RMSNorm):  # type: ignore[misc]
     """Adds x to a residual stream, and applies `RMSNorm` to the sum, by `jaxnorm.add_rms_norm`.
 
-        y, new_residual = norm(x, residual)  # and all else as for `jaxnorm.nnx.AddRMSNorm`
+        y, new_residual = norm(x, residual)  # all else is as for `jaxnorm.nnx.AddRMSNorm`
 
-    Without a name it is called after its class, "AddRMSNorm_0". To read the parameters of an `RMSNorm`, give it that
-    one's name.
+    An unnamed one is called after its class, "AddRMSNorm_0". To read the parameters of an `RMSNorm`, give it that one's
+    name.
     """
 
 
@@ -121,8 +121,8 @@ class AddLayerNorm(_Add, LayerNorm):  # type: ignore[misc]
 class GatedRMSNorm(RMSNorm, kw_only=True):
     """An `RMSNorm` with a gate, computed by `jaxnorm.gated_rms_norm`; see `jaxnorm.nnx.GatedRMSNorm`.
 
-    `dtype` is y's; None is what x, gate and scale promote to. Without a name it is called after its class, as
-    `AddRMSNorm` is. `force_float32_reductions=False` is an error.
+    `dtype` is y's; None is what x, gate and scale promote to. An unnamed one is called after its class, as an
+    `AddRMSNorm`. `force_float32_reductions=False` is an error.
     """
 
     gate_first: bool
@@ -196,8 +196,8 @@ class _Quantized(linen.Module, kw_only=True):
 class QuantizedRMSNorm(_Quantized, RMSNorm, kw_only=True):  # type: ignore[misc]
     """An `RMSNorm` with a quantised result, by `jaxnorm.rms_norm_quantized`; see `jaxnorm.nnx.QuantizedRMSNorm`.
 
-    `dtype`, which is a result's in flax.linen, has no effect: float32 is quantised. Without a name it is called after
-    its class, as `AddRMSNorm` is. `force_float32_reductions=False` is an error.
+    `dtype`, which is a result's in flax.linen, has no effect: float32 is quantised. An unnamed one is called after its
+    class, as an `AddRMSNorm`. `force_float32_reductions=False` is an error.
     """
 
 
@@ -237,8 +237,8 @@ class GroupNorm(_Groups, linen.GroupNorm):
 
         y = GroupNorm(num_groups=32, activation="silu")(x)
 
-    It has the options of `jaxnorm.nnx.GroupNorm`, by keyword, and kernels serve the same calls. Flax's own code
-    computes an x without an axis of examples, and `force_float32_reductions=False`, as well.
+    It has the options of `jaxnorm.nnx.GroupNorm`, by keyword, and kernels serve the same calls. Flax's own code also
+    runs for an x without an axis of examples, and for `force_float32_reductions=False`.
     """
 
 
@@ -246,7 +246,7 @@ class GroupNorm(_Groups, linen.GroupNorm):
 class InstanceNorm(_Groups, linen.InstanceNorm):
     """`flax.linen.InstanceNorm` with the same fields, parameters and result dtype: a `GroupNorm` of single channels.
 
-    Kernels serve `feature_axes` of the last axis. All else is as for `GroupNorm`.
+    Kernels serve the last axis as `feature_axes`. All else is as for `GroupNorm`.
     """
 
 

@@ -52,7 +52,7 @@ def using_quantized(
 
     `jaxnorm.quantized_dot` computes each, as in a `jaxnorm.nnx.QuantizedLinear`, for a `Quantized` x too. Layers with a
     kernel are left to Flax, so `init` within makes the same parameters. Outside the context Flax does not find the
-    kernel of a quantised layer. Contexts act at trace time, as `using_layers`; an outer one goes before an inner one.
+    kernel of a quantised layer. Contexts act at trace time, as `using_layers`; an outer one is asked first.
     Values and scales get no gradient: keep them from the optimiser.
 
     Args:

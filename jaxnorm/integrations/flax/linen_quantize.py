@@ -34,8 +34,7 @@ def quantize_linears(
     only: replacing.Only | None = None,
     **kwargs: Any,
 ) -> tuple[Any, Report]:
-    """Quantises the kernels of linear layers in the variables of a trained `flax.linen` model, and returns new
-    variables.
+    """Quantises the kernels of linear layers of a trained `flax.linen` model, and returns new variables.
 
         variables, report = jaxnorm.linen.quantize_linears(model, variables, tokens, kernels=jnp.int8)
         with jaxnorm.linen.using_quantized():

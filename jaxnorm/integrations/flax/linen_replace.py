@@ -151,8 +151,7 @@ def compare_layers(
     loss: Loss | None = None,
     **kwargs: Any,
 ) -> Comparison:
-    """Compares a `flax.linen` model as it is with itself within `jaxnorm.linen.using_layers(custom)`: results and
-    times.
+    """Compares results and times of a `flax.linen` model as it is and within `jaxnorm.linen.using_layers(custom)`.
 
         print(jaxnorm.linen.compare_layers(module, variables, x, custom={GemmaNorm: gemma_norm}))
 

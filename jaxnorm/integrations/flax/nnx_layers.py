@@ -60,11 +60,11 @@ class RMSNorm(_Options, nnx.RMSNorm):
     The constructor also takes the function's `scale_offset`, `multiply_before_cast` and `implementation`. With a
     `scale_offset` other than 0, `scale_init` is zeros by default.
 
-    Kernels serve trailing `reduction_axes` and `feature_axes`: the same ones, or more features in front for a scale of
-    each head, `reduction_axes=-1, feature_axes=(-2, -1)`. Flax's own code computes a `mask`, `axis_index_groups`, other
-    axes, parameters that an Explicit mesh splits otherwise than x, your own `promote_dtype`, and dtypes other than
-    float32, bfloat16 and float16. It has no `scale_offset` and no `multiply_before_cast=False`: with one of these the
-    formula computes what it can, and the rest is an error, as with `implementation="native"`.
+    Kernels serve trailing `reduction_axes` and `feature_axes`: the same axes, or more features in front, as for a scale
+    for each head: `reduction_axes=-1, feature_axes=(-2, -1)`. Flax's own code runs for a `mask`, `axis_index_groups`,
+    other axes, parameters that an Explicit mesh splits otherwise than x, your own `promote_dtype`, and dtypes other
+    than float32, bfloat16 and float16. It has no `scale_offset` and no `multiply_before_cast=False`: with one of these
+    the formula computes what it can, and the rest is an error, as with `implementation="native"`.
     """
 
     _functions = calls.RMS
@@ -112,8 +112,8 @@ class AddRMSNorm(_Add, RMSNorm):  # type: ignore[misc]
         y, new_residual = norm(x, residual, branch_scale=gate)  # new_residual = gate * x + residual
 
     Constructor, parameters and y's dtype are those of `RMSNorm`. The sum has residual's dtype and is normalised as it
-    is: only y is rounded to `dtype`, where flax.nnx rounds the input of a norm too. Calls that `RMSNorm`'s kernels do
-    not serve are an addition and Flax's own code.
+    is: only y is rounded to `dtype`, where flax.nnx rounds the input of a norm too. Where `RMSNorm`'s kernels do not
+    serve a call, XLA adds first, and Flax's own code runs.
     """
 
 
@@ -133,8 +133,7 @@ class GatedRMSNorm(RMSNorm):
     As in flax.nnx, operands are rounded to `dtype`, which is y's too; None is what they promote to. Kernels want x,
     gate and y of one dtype: for x of 16 bits with float32 parameters, pass `dtype`.
 
-    `reduction_axes` and `feature_axes` must be -1. A `mask`, `axis_index_groups` or your own `promote_dtype` is an
-    error.
+    `reduction_axes` and `feature_axes` must be -1. `mask`, `axis_index_groups` and your own `promote_dtype` are errors.
     """
 
     def __init__(
@@ -257,8 +256,8 @@ class QuantizedRMSNorm(_Quantized, RMSNorm):  # type: ignore[misc]
     also takes `residual`, `static_scale` and `smooth_scale`. Parameters, and x if there is no residual, are rounded to
     `dtype`, as in flax.nnx; the norm is float32 until it is quantised.
 
-    `reduction_axes` and `feature_axes` must be the same axes: kernels serve trailing ones, the formula others. A
-    `mask`, `axis_index_groups` or your own `promote_dtype` is an error.
+    `reduction_axes` and `feature_axes` must be the same axes: kernels serve trailing ones, the formula others. `mask`,
+    `axis_index_groups` and your own `promote_dtype` are errors.
     """
 
 
@@ -309,10 +308,10 @@ class GroupNorm(_Groups, nnx.GroupNorm):
     The constructor also takes the function's `activation`, `scale_offset` and `implementation`. With a `scale_offset`
     other than 0, `scale_init` is zeros by default.
 
-    Kernels serve `reduction_axes` of all axes but the first, the default. Flax's own code, with the activation after
-    it, computes a `mask`, `axis_index_groups`, other axes, parameters that an Explicit mesh splits otherwise than x,
-    your own `promote_dtype`, and dtypes other than float32, bfloat16 and float16. It has no `scale_offset`: with one
-    the formula computes what it can, and the rest is an error, as with `implementation="native"`. The variance is of
+    Kernels serve `reduction_axes` of all axes but the first, the default. Flax's own code, and then the activation,
+    runs for a `mask`, `axis_index_groups`, other axes, parameters that an Explicit mesh splits otherwise than x, your
+    own `promote_dtype`, and dtypes other than float32, bfloat16 and float16. It has no `scale_offset`: with one the
+    formula computes what it can, and the rest is an error, as with `implementation="native"`. The variance is of
     centred values, with `use_fast_variance=True` too.
     """
 
@@ -321,7 +320,7 @@ class GroupNorm(_Groups, nnx.GroupNorm):
 class InstanceNorm(_Groups, nnx.InstanceNorm):
     """`flax.nnx.InstanceNorm` with the same constructor, parameters and result dtype: a `GroupNorm` of single channels.
 
-    Kernels serve `feature_axes` of the last axis. All else, with the options, is as for `GroupNorm`.
+    Kernels serve the last axis as `feature_axes`. All else, with the options, is as for `GroupNorm`.
     """
 
 
@@ -337,8 +336,8 @@ class Embed(nnx.Embed):
     `dtype`, and the table's gradient is summed in float32 and rounded once, to the table's dtype; Flax rounds the table
     and sums its gradient in `dtype`. With `num_embeddings=1` all ids get the one row, as in Flax. `attend` is Flax's.
 
-    The constructor also takes the function's `implementation`. Flax's own code computes your own `promote_dtype` and
-    dtypes other than float32, bfloat16 and float16, which are errors with `implementation="native"`.
+    The constructor also takes the function's `implementation`. Flax's own code runs for your own `promote_dtype` and
+    for dtypes other than float32, bfloat16 and float16, which are errors with `implementation="native"`.
     """
 
     # An Embed of Flax that became one of these has no attribute for it.

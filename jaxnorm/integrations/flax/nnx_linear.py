@@ -97,8 +97,8 @@ class QuantizedLinear(nnx.Linear):
         y = layer(x)
 
     `QuantizedParam`s replace the kernel: `values` of shape (out_features, in_features) and `scales` of shape
-    (out_features, 1). `quantized` has both, and `kernels` tells how they were made. With `inputs` x is rounded to the
-    dtype of the computation and quantised too. A `Quantized` x, as from a `QuantizedRMSNorm`, is taken as it is.
+    (out_features, 1). `quantized` has both, and `kernels` tells how they were made. x is rounded to the dtype of the
+    computation and, with `inputs`, quantised. A `Quantized` x, as from a `QuantizedRMSNorm`, is taken as it is.
 
     The result has Flax's dtype; for a `Quantized` it is `dtype`, or bfloat16 where that is None. The constructor's
     other arguments are Flax's. `precision` has no effect, and a call takes no `out_sharding`.

@@ -35,7 +35,7 @@ class _Custom:
 
 
 def replace_layers(model: Any, custom: replacing.Custom | None = None) -> tuple[Any, Report]:
-    """Replaces the norms and embeddings of a model by jaxnorm's, in place and at any depth.
+    """Replaces the norms and embeddings of a model with jaxnorm's, in place and at any depth.
 
         model, report = replace_layers(model, {GemmaNorm: lambda norm, x: rms_norm(x, norm.scale[...])})
 
