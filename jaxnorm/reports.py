@@ -30,7 +30,7 @@ class Left(NamedTuple):
 
 
 class Within(NamedTuple):
-    """A norm inside a module that a function of a mapping computes."""
+    """A layer inside a module that a function of a mapping computes."""
 
     path: Path
     cls: type
@@ -42,7 +42,7 @@ class Within(NamedTuple):
 class Report:
     """Which layers of a model were replaced, which were left, and why. It prints one line for each.
 
-    `within` has norms inside a module that a mapping names. Its function may compute them, or call them: then they run
+    `within` has layers inside a module that a mapping names. Its function may compute them, or call them: then they run
     as replaced or, with a reason in `why`, as their own code. Paths are those of the parameters, classes those of the
     model. `unused` has classes of the mapping that no module of the model has.
     """
@@ -176,7 +176,7 @@ def _whys(all_runs: Iterable[Runs]) -> list[str]:
 
 
 class Times(NamedTuple):
-    """Seconds of a call: the quartiles, and the median, over the turns."""
+    """Seconds of a call: median and quartiles over the turns."""
 
     low: float
     median: float

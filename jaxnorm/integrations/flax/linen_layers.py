@@ -107,8 +107,7 @@ class AddRMSNorm(_Add, RMSNorm):  # type: ignore[misc]
 
         y, new_residual = norm(x, residual)  # all else is as for `jaxnorm.nnx.AddRMSNorm`
 
-    An unnamed one is called after its class, "AddRMSNorm_0". To read the parameters of an `RMSNorm`, give it that one's
-    name.
+    Unnamed, it is called after its class, "AddRMSNorm_0". To read an `RMSNorm`'s parameters, give it the norm's name.
     """
 
 
@@ -121,8 +120,8 @@ class AddLayerNorm(_Add, LayerNorm):  # type: ignore[misc]
 class GatedRMSNorm(RMSNorm, kw_only=True):
     """An `RMSNorm` with a gate, computed by `jaxnorm.gated_rms_norm`; see `jaxnorm.nnx.GatedRMSNorm`.
 
-    `dtype` is y's; None is what x, gate and scale promote to. An unnamed one is called after its class, as an
-    `AddRMSNorm`. `force_float32_reductions=False` is an error.
+    `dtype` is y's; None is what x, gate and scale promote to. Unnamed, it is called after its class, as an
+    `AddRMSNorm` is. `force_float32_reductions=False` is an error.
     """
 
     gate_first: bool
@@ -196,8 +195,8 @@ class _Quantized(linen.Module, kw_only=True):
 class QuantizedRMSNorm(_Quantized, RMSNorm, kw_only=True):  # type: ignore[misc]
     """An `RMSNorm` with a quantised result, by `jaxnorm.rms_norm_quantized`; see `jaxnorm.nnx.QuantizedRMSNorm`.
 
-    `dtype`, which is a result's in flax.linen, has no effect: float32 is quantised. An unnamed one is called after its
-    class, as an `AddRMSNorm`. `force_float32_reductions=False` is an error.
+    `dtype`, the result's in flax.linen, has no effect: float32 is quantised. Unnamed, it is called after its class, as
+    an `AddRMSNorm` is. `force_float32_reductions=False` is an error.
     """
 
 

@@ -32,14 +32,13 @@ OutSharding = NamedSharding | PartitionSpec | None
 class Float8Recipe:
     """How `float8_linear` rounds and what it keeps: hashable, equal by value, static for `jax.jit`.
 
-    All values are float8_e4m3fn, and the scale of a row of x and of dy, or of a column of the kernel, is its largest
-    magnitude over 448, as `quantize` has them.
+    All values are float8_e4m3fn. A row of x or dy, and a column of the kernel, has the scale that `quantize` gives it:
+    its largest magnitude over 448.
 
     Args:
-      weight_gradient: "float8": its product is one of float8 too. "compute": it is one in the dtype of x and dy, and
-        dy is not rounded for it.
-      fast_accumulation: which of the products "y", "dx" and "dw" may be summed up with fewer digits than float32 has,
-        as tensor cores of Hopper do faster; all of them by default.
+      weight_gradient: "float8": a product in float8 too. "compute": one in the dtype of x and dy, without rounding dy.
+      fast_accumulation: which of the products "y", "dx" and "dw" may be summed with fewer digits than float32 has, as
+        tensor cores of Hopper do faster; all of them by default.
       power_of_two: rounds scales up to powers of two.
       save: what a derivative reads. "quantized": x and the kernel as they were rounded, a byte each with their scales;
         "inputs": both as they were given, to be rounded again.
@@ -61,9 +60,9 @@ class Float8Recipe:
 
     @classmethod
     def named(cls, name: str) -> "Float8Recipe":
-        """The recipe that is nearest to torchao's of `Float8LinearConfig.from_recipe_name(name)`.
+        """The recipe nearest to torchao's `Float8LinearConfig.from_recipe_name(name)`.
 
-        "rowwise", whose scales are powers of two, or "rowwise_with_gw_hp"; another is a ValueError.
+        "rowwise", whose scales are powers of two, or "rowwise_with_gw_hp"; another name is a ValueError.
         """
         return NAMED[check_one_of("Float8Recipe.named", "recipe", name, tuple(NAMED))]
 

@@ -250,7 +250,7 @@ def rms_norm_quantized(
 
         >>> q = rms_norm_quantized(jnp.ones((2, 8)), jnp.ones(8), quantization=Quantization("float8_e4m3fn"))
 
-    `largest` is that of quantization's dtype. All is float32, and has the bits that NumPy computes from the same
+    `largest` is that of quantization's dtype. All is computed in float32, with the bits that NumPy gives for the same
     implementation's norm. Taking a derivative is an error unless straight_through=True.
 
     Args:
