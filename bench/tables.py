@@ -4,7 +4,8 @@
     python -m bench tables --check   # fails if they are not what the results say
 
 A table stands between `<!-- table: NAME -->` and `<!-- end -->`, with a line about its run above it. Where a page has
-`<!-- drawn: NAME -->`, MkDocs draws the table (`tools/doc_results.py`).
+`<!-- drawn: NAME -->`, MkDocs draws the table (`tools/doc_results.py`). README's picture is a table that is drawn as
+SVG.
 """
 
 import difflib
@@ -15,6 +16,7 @@ from pathlib import Path
 
 from bench import report, shapes
 
+PICTURE = Path("docs/training.svg")
 MARKED = re.compile(r"<!-- table: (\S+) -->\n.*?<!-- end -->", re.DOTALL)
 DRAWN = re.compile(r"<!-- drawn: (\S+) -->")
 # In the order of the tables; a run may have fewer, or others, which come last.
@@ -37,9 +39,9 @@ def add_arguments(parser):
 
 def main(args):
     changed = False
-    for page in args.pages or [Path("README.md"), *sorted(Path("docs").rglob("*.md"))]:
+    for page in args.pages or [Path("README.md"), *sorted(Path("docs").rglob("*.md")), PICTURE]:
         old = page.read_text()
-        new = render(old, args.results)
+        new = picture(args.results) if page == PICTURE else render(old, args.results)
         changed |= new != old
         if args.check:
             lines = difflib.unified_diff(old.splitlines(), new.splitlines(), str(page), "results", lineterm="")
@@ -183,6 +185,7 @@ def steps(*runs, decoding=False):
         "the norms",
         "with their neighbours",
         "against Flax's norms",
+        "against XLA in float32",
         "scatter %",
     ]
     cells = [column for column in zip(columns, *(cells for _, cells in lines), strict=True) if {*column[1:]} != {"-"}]
@@ -196,7 +199,8 @@ def step(names, variants):
     changes = {norms: change(variants, norms) for norms in DEFAULTS if norms in variants}
     cells = [f"{xla['ms']:.2f}", f"{xla['norms us'] / xla['ms'] / 10:.1f}"]
     cells += [faster(changes.get(norms)) for norms in DEFAULTS]
-    return max(changes.values()), [", ".join(names), *cells, against_flax(variants), scatter(variants)]
+    cells += [against(of, variants) for of in ("flax", "xla-float32")]
+    return max(changes.values()), [", ".join(names), *cells, scatter(variants)]
 
 
 def change(variants, norms, of="xla"):
@@ -205,8 +209,8 @@ def change(variants, norms, of="xla"):
     return (xla["norms us"] - variants[norms]["norms us"]) / xla["ms"] / 10
 
 
-def against_flax(*programs):
-    return spread([change(variants, DEFAULTS[1], "flax") for variants in programs if "flax" in variants])
+def against(of, *programs):
+    return spread([change(variants, DEFAULTS[1], of) for variants in programs if of in variants])
 
 
 def scatter(*programs):
@@ -234,7 +238,7 @@ def line(results, model, program="", page=STEPS):
     """Of several programs the least change and the largest."""
     programs = programs_of(results, model, program).values()
     changes = spread([change(variants, DEFAULTS[1]) for variants in programs])
-    return [*linked(results, page, model, program), changes, against_flax(*programs), scatter(*programs)]
+    return [*linked(results, page, model, program), changes, against("flax", *programs), scatter(*programs)]
 
 
 def linked(results, page, *names):
@@ -260,6 +264,28 @@ def promise(results):
         f"[{gain}](docs/benchmarks/{LOOKUPS}) on an {gpu}, {scatter_of_it} % from run to run: {of_lookup}the gradient "
         "of the token embedding alone, and the rest by its norms. Parameters and checkpoints stay."
     ]
+
+
+def picture(folder):
+    """How much faster training steps are, as SVG: a bar for each model."""
+    looked_up, *runs = (report.load(folder / run) for run in TABLES["whole-programs"][1:3])
+    alone = {row["variant"]: row for row in looked_up["rows"] if row["model"] == "GPT-2-like"}["jaxnorm-layers"]
+    bars = [("GPT-2-like, by replace_layers", "H200", alone["faster %"])]
+    for results in runs:
+        _, gpu, *_ = results["header"]["device"].split()
+        steps = {model: variants for (model, way), variants in programs_of(results).items() if way == "train step"}
+        bars += [(model, gpu, change(variants, DEFAULTS[1])) for model, variants in steps.items()]
+    bars.sort(key=lambda bar: bar[2], reverse=True)
+    lines = [
+        f'<text x="240" y="{40 + 26 * i}" text-anchor="end">{model} ({gpu})</text>'
+        f'<rect x="250" y="{27 + 26 * i}" width="{10 * percent:.0f}" height="18" fill="#4c78a8"/>'
+        f'<text x="{256 + 10 * percent:.0f}" y="{40 + 26 * i}">{percent:.1f} %</text>'
+        for i, (model, gpu, percent) in enumerate(bars)
+    ]
+    size = f'width="720" height="{34 + 26 * len(bars)}"'
+    head = [f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="13">']
+    head += [f'<rect {size} fill="#fff"/>', '<text x="250" y="18">training steps, percent faster than in JAX alone</text>']
+    return "\n".join([*head, *lines, "</svg>", ""])
 
 
 def with_loss(results):
@@ -329,11 +355,11 @@ TABLES = {
     "cpu-headline": (headline, "cpu/norms"),
     "cpu": (cpu, "cpu/norms"),
     "promise": (promise, "h200/lookups"),
-    "whole-programs": (whole_programs, "h200/lookups", *NEW_MODELS[::2], "h100/blocks", "h100/decoding-joint"),
+    "whole-programs": (whole_programs, "h200/lookups", *NEW_MODELS[::2], "h100/blocks", "h200/decoding"),
     "steps": (steps, *NEW_MODELS, "h200/forward"),
-    "models": (wholes, *NEW_MODELS, "h200/forward"),
+    "models": (wholes, *NEW_MODELS, "h200/forward", "h200/train"),
     "linear-loss": (wholes, "h200/linear-loss"),
-    "decoding": (functools.partial(steps, decoding=True), "h100/decoding", "h100/decoding-joint"),
+    "decoding": (functools.partial(steps, decoding=True), "h200/decoding"),
     "blocks": (blocks, "h100/blocks"),
     "lookups": (wholes, "h200/lookups"),
     "h200-embedding": (functools.partial(chosen, columns=ON_GPU), "h200/embedding"),
