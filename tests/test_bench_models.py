@@ -259,6 +259,10 @@ def test_pages_have_what_the_results_say(page):
     assert tables.render(page.read_text(), RESULTS) == page.read_text()
 
 
+def test_the_picture_shows_what_the_results_say():
+    assert tables.table("picture", RESULTS) == (ROOT / tables.PICTURE).read_text()
+
+
 def test_pages_show_every_table_and_all_were_measured():
     shown = re.findall(r"<!-- (?:table|drawn): (.+?) -->", "".join(page.read_text() for page in PAGES))
     assert set(shown) == set(tables.TABLES)
