@@ -13,7 +13,7 @@ from cases import DTYPES, KINDS, NORMS, bits, draw, draw_bias, draw_scale, draw_
 from coverage import cover, over
 from hypothesis import given, strategies as st
 from oracle import f64
-from table import ADDED, EVERY, NORMS as PLAIN, OPS, PER_HEAD, PRODUCTS, SANDWICH
+from table import ADDED, EVERY, GROUP_NORMS, NORMS as PLAIN, OPS, PER_HEAD, PRODUCTS, SANDWICH
 from tolerances import forward_errors, gradient_errors, result_errors
 
 pytestmark = pytest.mark.usefixtures("exact_products")
@@ -38,7 +38,7 @@ def sizes(op):
 
 def backward_sizes(op):
     # RMSNorm of one number and LayerNorm of two are a sign, whose gradient vanishes but for epsilon and for rounding.
-    least = 1 if op in PLAIN else 24
+    least = 1 if op in (*PLAIN, *GROUP_NORMS) else 24
     sizes = (*op.sizes, *op.backward_sizes)
     return [size for size in sizes if math.prod(size.dims) < 2**22 and size.dims[-1] >= least]
 

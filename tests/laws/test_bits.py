@@ -271,7 +271,7 @@ def sizes_with_workspaces(op):
 
 
 @pytest.mark.needs("cuda")
-@over(EACH, floats=lambda op: WORKSPACES, dtypes=dtypes_of, size=sizes_with_workspaces)
+@over((*EACH, NORMS[0]), floats=lambda op: WORKSPACES, dtypes=dtypes_of, size=sizes_with_workspaces)
 def test_a_workspace_of_another_size(op, floats, dtypes, size, monkeypatch):
     expected = jax.device_get(everything(op, size, dtypes)())
     wanted, changed = ffi.workspace, []

@@ -22,13 +22,6 @@ def test_the_native_kernels_are_under_test():
     assert why_not_native() is None
 
 
-@pytest.mark.parametrize("name", ["xla", pytest.param("native", marks=pytest.mark.needs("kernels"))])
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_implementation_by_name(kind, name):
-    y = jax.jit(lambda *args: NORMS[kind](*args, implementation=name))(*operands((5, 64)))
-    np.testing.assert_allclose(y, formula(kind)(*operands((5, 64))), rtol=1e-5, atol=1e-6)
-
-
 # Python decides by these which calls have a kernel, also where no module is loaded.
 @pytest.mark.needs("kernels")
 @pytest.mark.parametrize("platform", list(filter(ffi.available, ffi.PLATFORMS)))
