@@ -297,10 +297,11 @@ INSTEAD |= {"multiply_before_cast": "rounded once, at the end, so leave it out",
 INSTEAD |= dict.fromkeys(("return_sum", "return_v", "return_statistics"), "of the results by its name")
 # Of functions of rows with an index and of some others, where what is said is their own.
 OF_ROWS = table("""
-embedding axis: along the first axis of table, so transpose it; segment_sum axis: along the first axis; embedding residual: add it to the result;
-segment_sum residual: add it to the result; embedding x: did you mean (table|ids);
-embedding labels: did you mean ids|is an argument of; embedding scale: did you mean table|is an argument of;
-embedding out_dtype: did you mean dtype; segment_sum x: did you mean data; segment_sum ids: did you mean segment_ids;
+embedding axis: along the first axis of table, so transpose it; segment_sum axis: along the first axis;
+embedding residual: add it to the result; segment_sum residual: add it to the result;
+embedding x: did you mean (table|ids); embedding labels: did you mean ids|is an argument of;
+embedding scale: did you mean table|is an argument of; embedding out_dtype: did you mean dtype;
+segment_sum x: did you mean data; segment_sum ids: did you mean segment_ids;
 segment_sum labels: did you mean segment_ids|is an argument of; segment_sum out_dtype: the sums have data's dtype;
 qk_norm_rotary key: did you mean k; softmax temperature: did you mean logit_scale=1 / temp;
 log_softmax temperature: did you mean logit_scale=1 / temp;

@@ -68,6 +68,7 @@ class Call(NamedTuple):
     operands: Buffers
     results: Buffers
     attributes: Mapping[str, Any]
+    aliases: Mapping[int, int] = {}  # by results the operands whose places they may take
 
     def run(self) -> list[jax.Array]:
         """The results of operands that are all 1."""
@@ -87,7 +88,7 @@ class Call(NamedTuple):
         )
         sides = (tuple(_resized(buffer, extents) for buffer in side if buffer is not None) for side in sides)
         given = {name: value for name, value in {**self.attributes, **attributes}.items() if value is not None}
-        return Call(self.target, *sides, given)
+        return Call(self.target, *sides, given, self.aliases)
 
 
 def _resized(buffer: Buffer, extents: Mapping[int, int]) -> Buffer:
@@ -143,7 +144,8 @@ def is_refused(name: str, message: str):
     return pytest.raises(jax.errors.JaxRuntimeError, match=f"{name}.*({message})")
 
 
-def native_calls_of(function: Callable, *args) -> list[Call]:
+def native_calls_of(function: Callable, *args, platforms: tuple[str, ...] | None = None) -> list[Call]:
+    """Those of a program for JAX's default platform, or for these."""
     found = []
 
     def visit(operation):
@@ -152,10 +154,13 @@ def native_calls_of(function: Callable, *args) -> list[Call]:
             if target.startswith("jaxnorm_"):
                 buffers = (tuple(map(_buffer, side)) for side in (operation.operands, operation.results))
                 given = operation.attributes["mhlo.backend_config"]
-                found.append(Call(target, *buffers, {named.name: _attribute(named.attr) for named in given}))
+                attributes = {named.name: _attribute(named.attr) for named in given}
+                aliases = re.findall(r"tuple_indices = \[(\d*)\], operand_index = (\d+)", str(operation.attributes))
+                found.append(Call(target, *buffers, attributes, {int(i or 0): int(j) for i, j in aliases}))
         return ir.WalkResult.ADVANCE
 
-    jax.jit(function).lower(*args).compiler_ir("stablehlo").operation.walk(visit)
+    lowered = jax.jit(function).trace(*args).lower(lowering_platforms=platforms)
+    lowered.compiler_ir("stablehlo").operation.walk(visit)
     return found
 
 
