@@ -73,22 +73,23 @@ DOT = {
 FORMS = DOT | LINEAR
 
 
+by_formula = partial(quantize, implementation="xla")  # where its kernel is not built, too
 X, KERNEL, TO_INT8, NATIVE = draw("x", (2, 3, 64)), draw("kernel", (64, 48)), to("int8"), {"implementation": "native"}
-W, KERNEL_8, Q8 = KERNEL.T, quantize_kernel(KERNEL, TO_INT8), quantize(X, E4M3)
-GROUPS = to("float8_e4m3fn", "groups of 32")
+W, KERNEL_8, Q8 = KERNEL.T, quantize_kernel(KERNEL, TO_INT8), by_formula(X, E4M3)
+GROUPS, LYING = to("float8_e4m3fn", "groups of 32"), dataclasses.replace(by_formula(KERNEL, E4M3), transposed=True)
 BAD_LINEAR = named(
     call(jnp.float32(1), KERNEL).raises(ValueError, "x is a scalar, expected", "K"),
     call(X[..., :32], KERNEL).raises(ValueError, r"\(2, 3, 32\) and kernel \(64, 48\)", "K must be the same"),
     call(X, W).raises(ValueError, r"\(2, 3, 64\) and kernel \(48, 64\)", "pass kernel.T"),
     call(X, jnp.stack([KERNEL] * 2)).raises(ValueError, r"kernel has shape \(2, 64, 48\)", "jax.vmap"),
     call(X, KERNEL[:, 0]).raises(ValueError, r"kernel has shape \(64,\), expected two axes \(K, N\)"),
-    call(X, quantize(KERNEL, E4M3)).raises(ValueError, "expected it transposed", "jaxnorm.quantize_kernel"),
+    call(X, by_formula(KERNEL, E4M3)).raises(ValueError, "expected it transposed", "jaxnorm.quantize_kernel"),
     call(X, KERNEL_8).raises(TypeError, "kernel has values of int8", "or use jaxnorm.quantized_dot"),
-    call(X, quantize_kernel(W, E4M3)).raises(ValueError, r"\(2, 3, 64\) and kernel \(48, 64\)"),
+    call(X, LYING).raises(ValueError, r"\(2, 3, 64\) and kernel \(48, 64\)"),
     call(X, quantize_kernel(KERNEL, GROUPS)).raises(ValueError, r"scales of shape \(48, 2\), expected \(48, 1\)"),
-    call(quantize(X, TO_INT8), KERNEL).raises(TypeError, "values of int8, expected float8_e4m3fn"),
-    call(quantize(X, GROUPS), KERNEL).raises(ValueError, "no scales of groups"),
-    call(quantize(X, E4M3, axis=0), KERNEL).raises(ValueError, "along the last axis"),
+    call(by_formula(X, TO_INT8), KERNEL).raises(TypeError, "values of int8, expected float8_e4m3fn"),
+    call(by_formula(X, GROUPS), KERNEL).raises(ValueError, "no scales of groups"),
+    call(by_formula(X, E4M3, axis=0), KERNEL).raises(ValueError, "along the last axis"),
     call(X, KERNEL, recipe=E4M3).raises(TypeError, "recipe must be a jaxnorm.Float8Recipe"),
 )
 BAD_DOTS = named(
@@ -96,14 +97,14 @@ BAD_DOTS = named(
     call(KERNEL_8, X).raises(TypeError, "x and kernel in each other's place"),
     call(KERNEL_8, KERNEL_8).raises(ValueError, r"x lies transposed, as a kernel of shape \(64, 48\)"),
     call(X, quantize_kernel(W, TO_INT8)).raises(ValueError, r"3, 64\) and kernel \(48, 64\)", "transpose"),
-    call(X, quantize(W, TO_INT8)).raises(ValueError, r"3, 64\) and kernel \(48, 64\)", "transpose"),
+    call(X, by_formula(W, TO_INT8)).raises(ValueError, r"3, 64\) and kernel \(48, 64\)", "transpose"),
     call(X[..., :32], KERNEL_8).raises(ValueError, r"\(2, 3, 32\) and kernel \(64, 48\)", "the same"),
     call(jnp.float32(1), KERNEL_8).raises(ValueError, r"x has shape \(\)"),
     call(X, quantize_kernel(jnp.stack([KERNEL] * 2), TO_INT8)).raises(ValueError, r"\(2, 48, 64\)", "vmap"),
     call(X, quantize_kernel(KERNEL, to("int8", "groups of 32"))).raises(ValueError, "no scales of groups"),
-    call(X, quantize(KERNEL, TO_INT8)).raises(ValueError, r"64, 1\), expected \(1, 48\)", "_kernel"),
+    call(X, by_formula(KERNEL, TO_INT8)).raises(ValueError, r"64, 1\), expected \(1, 48\)", "_kernel"),
     call(Q8, KERNEL_8).raises(TypeError, "float8_e4m3fn and the kernel of int8"),
-    call(quantize(X, to("int4")), KERNEL_8).raises(TypeError, "expected int8 for x", "Only kernels have 4"),
+    call(by_formula(X, to("int4")), KERNEL_8).raises(TypeError, "expected int8 for x", "Only kernels have 4"),
 )
 LENGTHS = r"\(40, 64\), and cuBLASLt wants multiples of 16"
 WITHOUT_KERNEL = {

@@ -13,10 +13,10 @@ from quantizing import to
 
 import jaxnorm
 from jaxnorm import Float8Recipe, float8_dot_general, float8_linear, quantize, quantize_kernel, quantized_dot
-from ops.products import E4M3
+from ops.products import E4M3, by_formula
 
 X, KERNEL, BIAS = draw("x", (2, 3, 64)), draw("kernel", (64, 48)), draw("bias", (48,))
-Q8, TO_INT8 = quantize(X, E4M3), to("int8")
+Q8, TO_INT8 = by_formula(X, E4M3), to("int8")
 W, KERNEL_8, AXES_OF_DOT = KERNEL.T, quantize_kernel(KERNEL, TO_INT8), (((2,), (0,)), ((), ()))
 NATIVE = {"implementation": "native"}
 BAD_OF_DOT_GENERAL = {
