@@ -64,14 +64,6 @@ def test_architectures(tmp_path, present, known, chosen, said):
 
 
 @with_cmake
-@pytest.mark.parametrize(("architectures", "cores", "minutes"), [("80-real;90-real;100", 2, 29), ("90", 64, 1)])
-def test_time(tmp_path, architectures, cores, minutes):
-    estimate = f'jaxnorm_estimate_time(time "{architectures}" {cores})\nmessage(STATUS "${{time}}")'
-    printed = cmake(tmp_path, "architectures", estimate)
-    assert f"about {minutes} min on {cores} cores" in printed
-
-
-@with_cmake
 def test_which_gpus_run_the_kernels_of_a_wheel(tmp_path):
     join = 'list(JOIN JAXNORM_EVERY_ARCHITECTURE " " every)\nmessage(STATUS "every: ${every}")'
     printed = cmake(tmp_path, "architectures", join)

@@ -143,10 +143,12 @@ no wait for a tile: ops/float8_linear/cuda/rounding.cuh: ops/float8_linear_nativ
 -
 -  // Sixteen rows
 +  // Sixteen rows
-a merge of moments in another order: ops/group_norm/cuda/group_merge.cu: ops/group_norm.py -k test_accuracy
+a merge of moments in another order:
+ops/group_norm/cuda/group_merge.cu: laws/test_accuracy.py -k 'of_every_size and group and not grouped'
 -JoinMoments(a.count, b.count)(a.moments, b.moments)
 +JoinMoments(a.count, b.count)(b.moments, a.moments)
-no wait for the threads of the other rows: ops/group_norm/cuda/group_tile.cuh: ops/group_norm.py -k test_accuracy
+no wait for the threads of the other rows:
+ops/group_norm/cuda/group_tile.cuh: laws/test_accuracy.py -k 'of_every_size and group and not grouped'
 -    __syncthreads();
 -    if (thread < half) {
 +    if (thread < half) {

@@ -96,7 +96,6 @@ def test_errors_are_those_of_every_op():
         l2_norm(jnp.arange(4))
 
 
-# Rows alone and together, short ones and long ones, with and without a rest beside whole vectors.
 @pytest.mark.needs("toys")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("shape", [(1, 1), (7, 3), (2, 5, 128), (3, 513), (2, 20_000)], ids=str)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from cases import DTYPES, bits, draw
 from coverage import cover
-from flax_apis import APIS, apart, assert_calls, assert_gradients_close, assert_same, integers, sums
+from flax_apis import APIS, assert_calls, assert_gradients_close, assert_same, integers, sums
 from jax.sharding import AxisType, PartitionSpec as P
 from meshes import mesh_of, placed
 from native import is_platform_with_kernels
@@ -234,22 +234,3 @@ def test_linen_within_using_layers():
 
     assert_same(jax.jit(run)(variables), jax.jit(lambda variables: model.apply(variables, MANY))(variables))
     assert_calls(jax.grad(lambda v: run(v).astype("float32").sum()), (variables,), native(1))
-
-
-def test_nnx_replaced_and_restored():
-    def run(model):
-        apply, parameters = apart(model)
-        return jax.jit(partial(gradient, apply))(parameters, MANY)["embedding"]
-
-    model = flax.nnx.Embed(ROWS, FEATURES, dtype=jnp.bfloat16, rngs=flax.nnx.Rngs(0))
-    definition, before = flax.nnx.graphdef(model), run(model)
-    rows, logits = model(IDS), model.attend(model(MANY))
-    jaxnorm.replace_layers(model)
-    assert type(model) is jaxnorm.nnx.Embed
-    assert_same(model(IDS), rows)
-    assert_same(model.attend(model(MANY)), logits)
-    assert_same(run(model), summed(MANY, "float32"))
-    assert bits(before) != bits(run(model))
-    _, report = jaxnorm.restore_layers(model)
-    assert (report.replaced, flax.nnx.graphdef(model)) == ([((), flax.nnx.Embed)], definition)
-    assert_same(run(model), before)

@@ -28,7 +28,6 @@ OF_FLAX = PLAIN | ADD | GROUPS
 GRADIENT_DTYPES = [*product(DTYPES, [None], ["float32", "bfloat16"]), ("float32", "bfloat16", "float32")]
 
 
-# Every dtype of x, and of what is added or multiplied, with every dtype asked of the result, and half parameters.
 @cover(layer=OF_FLAX | SUMS | of("gated"), dtypes=PAIRS, dtype=[None, *DTYPES], param_dtype=["float32", "bfloat16"])
 def test_results_of_every_dtype(layer, dtypes, dtype, param_dtype):
     inputs, fields = layer.draw(*dtypes), {"dtype": dtype, "param_dtype": param_dtype}
@@ -40,7 +39,6 @@ def test_results_of_every_dtype(layer, dtypes, dtype, param_dtype):
         assert_is_flaxs(y, layer.flaxs_result(inputs, **fields))
 
 
-# A dtype has several spellings.
 @cover(layer=OF_FLAX | QUANTIZED | SUMS | of("gated"), dtype=DTYPES)
 def test_a_dtype_by_its_name(layer, dtype):
     inputs, programs = layer.draw("bfloat16", "bfloat16"), []

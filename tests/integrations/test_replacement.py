@@ -343,7 +343,6 @@ OF_LINEN = {
 }
 
 
-# The context that has them, and another within it or, of quantised layers, around it.
 @pytest.mark.parametrize(("first", "second"), [*ALIKE, *OTHERS, ("computed in float8", "around quantised")])
 def test_contexts_of_linen_say_what_another_has_done(first, second):
     model, contexts = LAYERS["linen"](), [OF_LINEN[first], OF_LINEN[second.removeprefix("around ")]]

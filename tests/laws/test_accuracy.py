@@ -83,7 +83,6 @@ def test_gradients_of_every_size(op, dtypes, size):
     assert errors_of_gradients(op, op.draw(size, dtypes), **size.options) == {}
 
 
-# dy has the output's dtype.
 @pytest.mark.on_emulator
 @pytest.mark.parametrize("errors", [errors, errors_of_gradients], ids=["results", "gradients"])
 @over(PLAIN + PER_HEAD, dtypes=lambda op: DTYPE_PAIRS, size=lengths)
@@ -99,7 +98,6 @@ def test_weights_of_any_dtype(op, dtypes, scale, bias, size):
     assert errors(op, op.draw(size, dtypes, (scale, bias)), **size.options) == []
 
 
-# The gradient of each has its own dtype.
 @pytest.mark.on_emulator
 @over(DIFFERENTIABLE, dtypes=dtypes_of, **WEIGHTS, size=lambda op: lengths(op)[-1:])
 def test_gradients_for_weights_of_any_dtype(op, dtypes, scale, bias, size):

@@ -115,7 +115,6 @@ def beside(y, scale, bias, dtype):
     return [y, *(other.astype(y.dtype) * scale + bias for other in neighbours)]
 
 
-# XLA splits the rows, or types say how they are split; and the caller the features.
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize("implementation", [None, "xla"])
 @vma
@@ -183,7 +182,6 @@ def test_what_has_no_kernel(devices, kind, name):
         assert np.linalg.norm(a - e) <= tolerance * np.linalg.norm(e)
 
 
-# Two axes of a mesh, or an axis of vmap, or one of each.
 @pytest.mark.parametrize("kind", NORMS)
 def test_two_mesh_axes(any_devices, kind):
     x, split = draw_x((4, 64)), of_parts(any_devices, NORMS[kind], P(None, ("a", "b")), axis_name=("a", "b"))
@@ -253,7 +251,6 @@ def test_bad_axis_names(name, case):
         jax.vmap(partial(getattr(jaxnorm, name), **options), axis_name="part")(draw_x((2, 8)))
 
 
-# A padded row, and a group.
 @pytest.mark.parametrize(
     ("function", "options", "message"),
     [

@@ -30,7 +30,6 @@ def test_one_call_each_way(op):
         assert count_native_calls(compiled(function, *types(op.types(op.small))).as_text()) == calls
 
 
-# The sum takes the place of a dead residual.
 @pytest.mark.parametrize("op", ADDED, ids=str)
 def test_no_copy_beside_a_sum(op):
     size = op.small._replace(dims=(1024, 1024), weights=(1024,))
@@ -41,7 +40,6 @@ def test_no_copy_beside_a_sum(op):
     assert program.memory_analysis().temp_size_in_bytes < x.size
 
 
-# Of a sum that nobody reads the call has no result, and so no memory.
 @pytest.mark.parametrize("op", ADDED, ids=str)
 def test_a_sum_that_nobody_reads(op):
     args = types(op.types(large(op)))

@@ -62,7 +62,6 @@ def test_by_default_the_formula_where_there_is_no_kernel(op, name):
     assert (y.shape, y.dtype) == (expected.shape, expected.dtype)
 
 
-# NumPy arrays of which JAX makes no array at all.
 @over(NORMS, dtype=lambda op: [np.longdouble, object])
 def test_numpy_dtypes_that_jax_does_not_have(op, dtype):
     with pytest.raises(TypeError, match=in_order(op.public, ("x", "floating", np.dtype(dtype).name))):
@@ -75,7 +74,6 @@ def test_a_traced_number(op, argument):
         jax.jit(lambda value: public(op)(**valid(op.public) | {argument: value}))(1)
 
 
-# An error of the caller's own code is none of the call.
 def test_errors_from_within_stay_what_they_are():
     class Broken:
         def __jax_array__(self):

@@ -211,7 +211,6 @@ def test_what_holds_for_all_calls_is_told_once(monkeypatch, gpu):
     assert (text.count("built without CUDA"), text.count("JAXNORM_CUDA=1")) == (1, gpu)
 
 
-# Arrays are traced; what else a function takes stays what it is.
 def test_arguments_that_are_no_arrays():
     (row,) = jaxnorm.explain(jaxnorm.group_norm, X, num_groups=2, activation="silu", implementation=None)
     assert (row.name, row.direction) == ("group_norm", "forward")

@@ -67,7 +67,6 @@ def test_a_program_for_every_platform_holds_the_native_calls_of_each(op):
     assert calls == op.exported_calls()
 
 
-# The result itself, as a program of inference has it.
 @exact_products
 @pytest.mark.parametrize("op", EVERY, ids=str)
 def test_an_exported_result(op):
@@ -369,7 +368,6 @@ def test_exported_for_several_devices(tmp_path, devices, kind, how, platforms, i
     assert_another_process_gives(tmp_path, program, kind, native_calls(kind, fwd=1, bwd=1) if is_native else {})
 
 
-# Of unknown shapes XLA splits the formula.
 @pytest.mark.parametrize("kind", KINDS)
 def test_exported_for_several_devices_and_any_number_of_rows(tmp_path, devices, kind):
     mesh = mesh_of(devices, AxisType.Auto)

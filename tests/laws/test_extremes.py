@@ -126,7 +126,6 @@ def test_a_group_that_is_not_finite_leaves_its_neighbours_alone(op):
     assert np.isnan(y[1, 70])
 
 
-# An output of a half type overflows to infinity as a cast does.
 @pytest.mark.parametrize("op", PLAIN, ids=str)
 def test_an_output_too_large_for_its_dtype(op):
     args = draw_x((4, 64), "float16"), jnp.full((64,), 6e4, jnp.float16)
@@ -200,7 +199,6 @@ def test_no_rows(op, size):
         np.testing.assert_array_equal(gradient, jnp.zeros_like(args[i]))
 
 
-# Of every operand, or of one.
 @over(EACH_OF_ALL, moving=lambda op: ["all", 0, len(op.operands) - 1])
 def test_no_examples(op, moving):
     args = op.draw(op.small)
@@ -213,7 +211,6 @@ def test_no_examples(op, moving):
         np.testing.assert_array_equal(gradient, jnp.zeros_like(example))
 
 
-# For those who let JAX tell them where it happens.
 @over(EACH, implementation=lambda op: ["native", "xla"] if is_platform_with_kernels() else ["xla"])
 def test_ranks_are_not_promoted(op, implementation):
     def both(*args):
@@ -267,7 +264,6 @@ def test_more_elements_than_an_int32_counts(kind, cols):
     assert bits((y[-period:], dx[-period:])) == bits(run(block))
 
 
-# A whole row of more than 2**31 elements.
 @large
 def test_a_row_longer_than_an_int32_counts():
     cols = 2**31 + 8

@@ -15,7 +15,7 @@ from jax import export
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from native import is_platform_with_kernels
 from processes import python
-from table import ADDED, EACH, GATED, GATED_QUANTIZED, GROUP_NORMS, NORMS, QUANTIZED, ROTARY
+from table import ADDED, EACH, GATED, GATED_QUANTIZED, GROUP_NORMS, NORMS, QKV_ROTARY, QUANTIZED, ROTARY
 
 import jaxnorm
 from jaxnorm import implementation
@@ -127,7 +127,7 @@ def test_a_mapping_chooses_by_direction(function):
 # What one direction keeps the other reads, whichever of the two makes it.
 @pytest.mark.needs("kernels")
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-@pytest.mark.parametrize("op", EACH, ids=str)
+@pytest.mark.parametrize("op", [*EACH, QKV_ROTARY[0]], ids=str)
 def test_a_gradient_of_which_one_direction_is_the_formula(op, direction):
     args, gradient = op.draw(op.small), op.gradient()
     with implementation({op.public: "native"}):
@@ -140,7 +140,6 @@ def test_a_gradient_of_which_one_direction_is_the_formula(op, direction):
         assert jnp.allclose(mixed.astype("float32"), of_kernels.astype("float32"), rtol=1e-4, atol=1e-5)
 
 
-# On top of the contexts around it, each direction by itself.
 @pytest.mark.needs("kernels")
 def test_directions_nest():
     with implementation("xla"):
@@ -154,7 +153,6 @@ def test_directions_nest():
 ways = pytest.mark.parametrize(("direction", "kept"), [("forward", "bwd"), ("backward", "fwd")])
 
 
-# XLA splits the formula of one direction, and calls the kernel of the other on each device.
 @pytest.mark.needs("kernels")
 @ways
 def test_directions_over_a_mesh(devices, direction, kept):
@@ -165,7 +163,6 @@ def test_directions_over_a_mesh(devices, direction, kept):
     assert count_native_calls(text) == {f"jaxnorm_rms_norm_{kept}": 1}
 
 
-# What `linear_cross_entropy` calls within follows its directions.
 @pytest.mark.needs("kernels")
 @ways
 def test_directions_of_what_calls_others(direction, kept):

@@ -237,22 +237,6 @@ def test_what_is_hidden_reaches_no_result(op, dtype):
     assert not wrong
 
 
-# Of the visible places alone, in float64 by hand.
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("transform", [jax.jit, lambda f: f], ids=["jit", "eager"])
-def test_the_gradient_of_an_entropy(implementation, transform):
-    x, where = jnp.asarray([1.0, 2.0, 3.0]), jnp.asarray([True, True, False])
-
-    def total(x):
-        p = SOFTMAX(x, where=where, implementation=implementation)
-        return jnp.where(where, -p * jnp.log(p), 0).sum()
-
-    p = 1 / (1 + np.exp([1.0, -1.0]))
-    dx = -p * (np.log(p) - (p * np.log(p)).sum())
-    np.testing.assert_allclose(dx, [0.1966, -0.1966], atol=5e-5)
-    np.testing.assert_allclose(transform(jax.grad(total))(x), [*dx, 0], atol=2e-7)
-
-
 # Law 8: where y is 0 because the exponential is too small, and not by a mask, a cotangent is seen.
 @cover(
     function={f.__name__: f for f in (SOFTMAX, LOG_SOFTMAX)},

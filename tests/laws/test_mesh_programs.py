@@ -70,7 +70,6 @@ def test_vmap(devices, kind, axis_type):
     assert (bits(y), (calls, exchanged)) == (bits(norm(*args)), (native_calls(kind, fwd=1), {}))
 
 
-# An ensemble whose members are spread over devices: each has its own weights, and their gradients.
 @axis_types
 @kinds
 def test_vmap_over_weights_that_are_spread(devices, kind, axis_type):
@@ -129,7 +128,6 @@ def test_padding(devices, spec):
     assert_near(run(mesh_of(devices, AxisType.Auto), step, args, spec, spec, P(), is_set=False)[0], step(*args))
 
 
-# The stream takes the donated buffer, on each device.
 @axis_types
 def test_a_donated_residual(devices, axis_type):
     mesh = mesh_of(devices, axis_type)

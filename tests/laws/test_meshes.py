@@ -247,7 +247,6 @@ def test_rows_on_a_mesh(any_devices, axis_type, op, specs):
     assert_mesh_gives(meshes.mesh_of(any_devices, axis_type), op, each(op, *specs))
 
 
-# An op of two arrays, of which one is the same everywhere.
 @over([op for op in table.EACH if op.arrays == 2], axis_type=lambda op: [AxisType.Auto, AxisType.Explicit])
 def test_one_array_is_everywhere(any_devices, op, axis_type):
     assert_mesh_gives(meshes.mesh_of(any_devices, axis_type), op, (P("a"), P(), *[P()] * len(op.weights)))

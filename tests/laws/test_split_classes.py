@@ -14,8 +14,6 @@ from meshes import placed
 
 import jaxnorm
 
-pytestmark = pytest.mark.needs("several")
-
 SHARDS, COLS = 4, 32
 PER_SHARD = COLS // SHARDS
 AUTO, EXPLICIT, SHARD_MAP, VMAP = "auto", "explicit", "shard_map", "vmap"
@@ -124,6 +122,7 @@ def test_shards_of_any_content(devices, case, mode, has_mask, implementation):
 
 
 # What the rows above have to be on one device, in float64.
+@pytest.mark.on_emulator
 @pytest.mark.parametrize("implementation", ["native", "xla"])
 def test_what_rows_are(implementation):
     x, where = inputs(True)

@@ -203,7 +203,6 @@ def test_gradient_under_a_checkpoint_policy(op, name):
     assert_close(lowered.compile()(*op.draw(op.small)), jax.jit(op.gradient())(*op.draw(op.small)))
 
 
-# A stack of layers as a scan over the residual stream.
 @pytest.mark.parametrize("op", [*ADDED, *QUANTIZED_SUMS[:2]], ids=str)
 def test_grad_of_scan_over_a_stream(op):
     def gradient(function):
@@ -231,8 +230,7 @@ def test_donated_memory_may_hold_the_gradient():
     assert_close(step(*op.draw(op.small)), expected)
 
 
-# The sum takes the donated buffer.
-@over([*ADDED, *QUANTIZED_SUMS], dtype=lambda op: ["bfloat16"])
+@over([*ADDED, *SANDWICH, *QUANTIZED_SUMS], dtype=lambda op: ["bfloat16"])
 def test_a_donated_residual_becomes_the_sum(op, dtype):
     args, function = op.draw(op.small, (dtype, "float32")), op.run(op.function)
     expected = bits(jax.jit(function)(*args))
@@ -295,7 +293,6 @@ def test_arrays_of_numpy(op, convert):
     assert bits(function(*map(convert, args))) == bits(function(*args))
 
 
-# The tangents are cast as the values are.
 @over([op for op in OPS if op.exact], dtypes=lambda op: op.dtypes[1:])
 def test_jvp_of_half_types(op, dtypes):
     args = op.draw(op.small, dtypes)
@@ -308,7 +305,6 @@ def test_jvp_of_half_types(op, dtypes):
         np.testing.assert_allclose(tangent.astype("float32"), exact, rtol=2e-2, atol=4e-2)
 
 
-# Through the formula, whichever operand is float64.
 @over([op for op in OPS if op.exact], wide=lambda op: ["all", *(op.operands if op.has_out_dtype else ())])
 def test_float64(op, wide):
     out_dtype = {"out_dtype": "float64"} if op.has_out_dtype else {}

@@ -239,7 +239,6 @@ def of_rows(devices):
     return jnp.ones((len(devices), 8)), NamedSharding(mesh, P("i"))
 
 
-# Those of the devices that they are on, in the same program.
 def test_a_result_is_kept_by_device_and_sharding(times, devices):
     rows, split = of_rows(devices)
     whole = NamedSharding(split.mesh, P())
@@ -290,7 +289,6 @@ def test_a_choice_that_fails_is_left_out(times, when, monkeypatch):
     assert tried(tuned)[RMS, FORWARD, "xla"].startswith("left out: ")
 
 
-# Neither those that are donated nor others; and what is static stays what it is.
 @pytest.mark.parametrize("donated", ["x", ("x", "scale")])
 def test_arguments_are_not_consumed(donated):
     @functools.partial(jax.jit, static_argnums=1, static_argnames="power", donate_argnames=donated)
@@ -321,7 +319,6 @@ def test_what_is_not_donated_is_not_copied():
     assert plain.donated(plain.lowered({})) == []
 
 
-# Of a function that is not under jit what is no array is not traced.
 def test_arguments_that_are_no_arrays(times):
     tuned = jaxnorm.tune(jaxnorm.rms_norm, X, out_dtype="bfloat16", epsilon=1e-5)
     assert list(tried(tuned)) == [(RMS, FORWARD, "xla")]

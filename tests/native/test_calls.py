@@ -277,7 +277,6 @@ def test_a_workspace_that_is_too_small(norm, workspace):
         native.run()
 
 
-# A workspace may come with the statistics or without.
 @cuda
 @kinds
 def test_a_workspace_of_a_forward_call(norm):

@@ -85,7 +85,6 @@ def test_in_words(info, arguments):
     assert all(part in words for part in IN_WORDS[arguments])
 
 
-# On platforms and for dtypes that have no kernel, and why.
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
@@ -141,7 +140,6 @@ def test_launch_plans(info, op):
         assert plan["threads_per_row"] * plan["elements_per_thread"] >= (128, 8 * 128)[axes - 1]
 
 
-# Whose rows are neighbours, or not.
 @pytest.mark.needs("plans")
 @pytest.mark.parametrize(("scale_shape", "ring"), [("32x128", True), ("2048x1x128", False), ("128", True)])
 def test_the_backward_fetches_ahead(info, scale_shape, ring):
@@ -294,7 +292,6 @@ def test_a_page_of_a_build_without_cuda_promises_no_plan(info, monkeypatch, tmp_
         assert "--platform cuda" not in text
 
 
-# Also of ops that have no launch plan, of which the lines of plans said it.
 @pytest.mark.needs("kernels")
 def test_each_way_that_is_not_native_is_said(info, monkeypatch):
     choose_fastest(monkeypatch)

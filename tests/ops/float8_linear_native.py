@@ -307,7 +307,6 @@ def test_no_elements(dims):
     assert "quantized_dot" in calls_of(traced.lower(lowering_platforms=("cuda",)).as_text())
 
 
-# Examples of rows are rows, each with its example's scale.
 @pytest.mark.needs("plans")
 @pytest.mark.usefixtures("on_hopper")
 def test_scales_of_examples_are_those_of_their_rows():

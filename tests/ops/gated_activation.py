@@ -214,7 +214,6 @@ AXIS_TYPES = AxisType.Auto, AxisType.Explicit
 axis_types = pytest.mark.parametrize("axis_type", AXIS_TYPES)
 
 
-# Each device has columns of both.
 @axis_types
 @pytest.mark.parametrize("form", ["two arrays", "stacked"])
 def test_split_columns_stay_where_they_are(devices, axis_type, form):

@@ -76,7 +76,6 @@ def test_it_is_not_linear_in_weights_with_an_activation():
         jax.linear_transpose(lambda scale: norm(x, scale), scale)(x)
 
 
-# Parts of positions, each with the statistics of all.
 @pytest.mark.parametrize("of_examples", [False, True])
 def test_positions_of_a_vmap(of_examples):
     x, *weights = operands(of_examples)

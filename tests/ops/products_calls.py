@@ -44,7 +44,6 @@ def test_errors(function, name):
         getattr(jaxnorm, function)(*args, **keywords)
 
 
-# One group is a row.
 def test_a_group_of_a_whole_row():
     assert quantized_dot(X, quantize_kernel(KERNEL, to("int8", "groups of 64"))).shape == (2, 3, 48)
 

@@ -300,7 +300,6 @@ def test_each_device_makes_its_part(split, dtype, parts):
     assert_product_of(parts, mesh, of_operands, [(of_x, of_weights)], function, dtype)
 
 
-# In the part of a mesh that a `shard_map` leaves to XLA, too.
 def test_within_a_shard_map(parts):
     mesh = mesh_of_three(jax.devices())
     function = jax.shard_map(product, mesh=mesh, in_specs=P(), out_specs=P(), axis_names={"c"})

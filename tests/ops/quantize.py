@@ -131,7 +131,6 @@ def test_without_a_kernel(options, why):
         quantize(X, options, axis=axis, implementation="native")
 
 
-# One call for all trailing axes, in a loop and beside a derivative.
 @pytest.mark.needs("kernels")
 def test_one_call():
     def step(total, x):

@@ -184,7 +184,6 @@ def test_the_gradient_of_a_long_sum():
     np.testing.assert_array_equal(dx, np.broadcast_to(3 * 2.0 * np.asarray(kernel.values, np.float64).sum(0), dx.shape))
 
 
-# Each device has a part of every sum.
 @pytest.mark.needs("several")
 def test_a_long_sum_over_devices():
     x, kernel = long_operands(2**18, "int8")

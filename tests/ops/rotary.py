@@ -377,7 +377,6 @@ def test_values_that_are_not_read(normalize):
     assert "with_v = false" in call
 
 
-# The cotangents that are not there, one after the other.
 @cover(read=[(0,), (1,), (2,), (0, 2)], normalize=NORMALIZE)
 def test_the_gradient_of_some_results(read, normalize):
     scales = draw_scales() if normalize else ()
@@ -401,10 +400,3 @@ TRANSFORMED = {
 def test_transformed(name):
     of = (jax.jit(partial(TRANSFORMED[name], function)) for function in (of_heads, apart))
     assert_close(*(f(draw_qkv(), *draw_scales()) for f in of))
-
-
-def test_a_function_and_a_direction_are_chosen_by_name():
-    gradient = jax.grad(loss_of(of_heads))
-    with jaxnorm.implementation({"qkv_norm_rotary": {"backward": "xla"}}):
-        text = jax.jit(gradient).lower(draw_qkv()).as_text()
-    assert count_native_calls(text) == {CALLS[0]: 1} if is_platform_with_kernels() else {}

@@ -67,7 +67,6 @@ def test_heads_over_a_mesh(devices, heads, axis_type, per_head, batch, normalize
     assert collectives(text) == ({"all-reduce": 4 * sum(sums)} if sums and mesh.size > 1 else {})
 
 
-# Keys of fewer heads than devices: their gradients are right, wherever they are computed.
 def test_heads_that_do_not_divide(devices):
     mesh = mesh_of(devices, AxisType.Auto)
     args = *draw_qk((8, 4), heads=(6, 3)), *draw_scales()
@@ -116,7 +115,6 @@ def test_tokens_over_a_mesh(devices, spec, axis_type, normalize, per_head, flat,
     assert collectives(text) == ({"all-reduce": sums} if sums and is_split else {})
 
 
-# Positions, tables and scales that are split: as tokens are, or as nothing is.
 @pytest.mark.parametrize("operand", ["positions", "cos and sin", "q_scale", "k_scale"])
 def test_what_is_beside_a_product_over_a_mesh(devices, operand):
     mesh = mesh_of(devices, AxisType.Auto)

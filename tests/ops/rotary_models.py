@@ -175,7 +175,6 @@ def test_vmap(axes, what, rotary):
     assert_close(of(rotary), of(by_model("Llama")))
 
 
-# Positions, frequencies and tables are no variables.
 @both
 def test_angles_have_no_gradient(rotary):
     q, k = draw_qk()

@@ -232,7 +232,6 @@ def test_examples(moving, implementation):
     assert_near(results, jax.tree.map(lambda *parts: jnp.stack(parts), *of_each))
 
 
-# As a program decodes: by a key for each step, with settings that are traced.
 @pytest.mark.on_emulator
 @cover(loop=["scan", "while"], implementation=IMPLEMENTATIONS)
 def test_in_loops(loop, implementation):

@@ -265,7 +265,6 @@ OF_SCALE = ("second derivatives", "jvp", "tangents", *(f"{of} logit_scale" for o
 SCALE = {"logit_scale": jnp.float32(1.5)}
 
 
-# By x and by the scale, as of a learned temperature.
 @cover(name=list(OURS), of=OF_SCALE, shown=SHOWN, how=[(-1, None), (-1, "xla"), (1, None)])
 def test_a_traced_scale(name, of, shown, how):
     (axis, implementation), moving = how, {"x": draw_x((2, 4, 5)), **SCALE}
@@ -392,6 +391,7 @@ def test_rows_of_which_nothing_counts(name):
 @names
 def test_infinities(name):
     x = jnp.stack([jnp.full(9, -jnp.inf), jnp.arange(9.0).at[4].set(jnp.inf), jnp.arange(9.0).at[4].set(-jnp.inf)])
+    x = jnp.concatenate([x, jnp.full((1, 9), 3e38)])
     np.testing.assert_allclose(OURS[name](x), THEIRS[name](x), rtol=2e-6)
 
 
@@ -401,17 +401,6 @@ def test_long_rows_sum_to_one(cols, dtype):
     np.testing.assert_allclose(np.asarray(y, np.float64).sum(-1), 1, rtol=2e-6)
 
 
-# Rows far from 0, and a scale that makes them so.
-@pytest.mark.on_emulator
-@names
-@pytest.mark.parametrize("offset", [-1e4, 1e4, 3e38])
-def test_rows_far_from_zero(name, offset):
-    x = draw_x((4, 200)) if abs(offset) < 1e38 else jnp.zeros((4, 200))
-    x = x + offset
-    np.testing.assert_allclose(OURS[name](x), THEIRS[name](x - x.max(-1, keepdims=True)), rtol=2e-6, atol=1e-30)
-
-
-# Over each axis of x and of a mask that has an axis of its own, alone and together.
 @cover(name=list(OURS), axes=[(0, None), (2, None), (None, 0), (0, 2), (2, 0)], causal=[False, True])
 def test_vmap(name, axes, causal):
     x_axis, where_axis = axes

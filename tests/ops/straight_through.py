@@ -202,7 +202,6 @@ def test_a_carrier_is_zero_beside_nan(kind, implementation):
     np.testing.assert_array_equal(carrier, np.zeros(DIMS))
 
 
-# The values are those without a carrier; scales and sums too.
 @kinds
 def test_a_carrier_changes_no_value(kind):
     args = (*draw_operands(DIMS, "bfloat16")[:3], None, draw_residual(DIMS))
