@@ -18,9 +18,7 @@ from jax import lax
 
 from jaxnorm.ops import checks
 from jaxnorm.ops.mask import nan_where, only
-from jaxnorm.primitive.op import RowSpec
-
-Dtype = np.dtype[Any]
+from jaxnorm.primitive.op import Dtype, RowSpec
 
 
 class LogitScale(NamedTuple):

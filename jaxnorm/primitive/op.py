@@ -24,6 +24,20 @@ from jaxnorm.sharding.shards import Shards
 Record = Any  # a NamedTuple of an op, whose fields are known by their names only
 BatchDims = tuple[int, ...]  # of weights, see `jaxnorm.primitive.weights`
 Statistics = tuple[jax.Array, ...]
+Dtype = np.dtype[Any]
+T = TypeVar("T")
+
+
+class OnlyY(NamedTuple):
+    """The results of an op that has one."""
+
+    y: jax.Array
+
+
+class OnlyX(NamedTuple, Generic[T]):
+    """What a derivative by x alone is taken by."""
+
+    x: T | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,8 +81,8 @@ class RowSpec(Spec):
     """
 
     axes: tuple[int, ...] = (-1,)  # those of a row, ascending
-    compute_dtype: np.dtype[Any] = np.dtype(np.float32)  # noqa: RUF009
-    out_dtype: np.dtype[Any] = np.dtype(np.float32)  # noqa: RUF009
+    compute_dtype: Dtype = np.dtype(np.float32)  # noqa: RUF009
+    out_dtype: Dtype = np.dtype(np.float32)  # noqa: RUF009
 
     @property
     def row_ndim(self) -> int:
@@ -151,7 +165,7 @@ class CallRows(NamedTuple):
 
     platform: str
     way: Way
-    dtype: np.dtype[Any]  # of what is normalised
+    dtype: Dtype  # of what is normalised
     rows: int | None  # None: not known before the program runs
     cols: int
     adds: bool  # whether an addend is added first, or the cotangent of the sum

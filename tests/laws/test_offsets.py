@@ -236,7 +236,7 @@ def by_the_formula(x, labels, cap):
     )
     labels, one = labels[:, None], jnp.ones((x.shape[0], 1))
     saved = formula.Saved(x, labels, formula.forward(spec, formula.Operands(x, labels))[0][0])
-    return formula.backward(spec, formula.Results(one, -one), saved, formula.Variables(x.dtype), ()).x
+    return formula.backward(spec, formula.Results(one, -one), saved, formula.OnlyX(x.dtype), ()).x
 
 
 # The slope is 1 / cosh**2, of which 1 - tanh**2 has no digit where tanh is nearly 1.

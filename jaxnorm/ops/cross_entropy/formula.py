@@ -12,11 +12,10 @@ that does not count has that of the column. A row with the label IGNORED has no 
 """
 
 import dataclasses
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jaxnorm.ops.logits import (
@@ -30,9 +29,7 @@ from jaxnorm.ops.logits import (
     top_of,
 )
 from jaxnorm.ops.mask import Mask, columns, counted, only
-from jaxnorm.primitive.op import BatchDims, RowSpec, Statistics
-
-T = TypeVar("T")
+from jaxnorm.primitive.op import BatchDims, Dtype, OnlyX, RowSpec, Statistics
 
 IGNORED = -(2**31)  # kernels know it
 
@@ -72,12 +69,6 @@ class Saved(NamedTuple):
     log_sum: jax.Array
     where: jax.Array | None = None
     top: jax.Array | None = None
-
-
-class Variables(NamedTuple, Generic[T]):
-    """What a derivative is taken by, see `Op`."""
-
-    x: T | None = None
 
 
 class _Columns(NamedTuple):
@@ -162,7 +153,7 @@ class _Shares(NamedTuple):
         return cls(of, log, scale.slope(x))
 
 
-def linear(spec: CrossEntropy, saved: Saved, dots: Variables[jax.Array]) -> Results:
+def linear(spec: CrossEntropy, saved: Saved, dots: OnlyX[jax.Array]) -> Results:
     assert dots.x is not None
     of, log_share, slope = _Shares.of(spec, saved)
     z_dot = slope * of.wide(spec, dots.x)
@@ -176,8 +167,8 @@ def linear(spec: CrossEntropy, saved: Saved, dots: Variables[jax.Array]) -> Resu
 
 
 def backward(
-    spec: CrossEntropy, cotangents: Results, saved: Saved, wanted: Variables[np.dtype], _: BatchDims
-) -> Variables[jax.Array]:
+    spec: CrossEntropy, cotangents: Results, saved: Saved, wanted: OnlyX[Dtype], _: BatchDims
+) -> OnlyX[jax.Array]:
     """The gradient of the logits. Of a shard of a row it is that of the whole, by the row's log_sum and top."""
     of, log_share, slope = _Shares.of(spec, saved)
     of_sum, of_label, of_total = cotangents[:3]
@@ -191,4 +182,4 @@ def backward(
         dz = dz + of_total
     if of.counts is not None:
         dz = jnp.where(of.counts, dz, 0 if of_label is None else jnp.where(of.is_label, of_label, 0))
-    return Variables(only(of.are_read, slope * dz).astype(wanted.x))
+    return OnlyX(only(of.are_read, slope * dz).astype(wanted.x))

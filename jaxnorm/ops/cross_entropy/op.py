@@ -10,7 +10,7 @@ from jax.core import ShapedArray
 
 from jaxnorm.ops import speed
 from jaxnorm.ops.cross_entropy import formula
-from jaxnorm.ops.cross_entropy.formula import IGNORED, CrossEntropy, Operands, Results, Saved, Variables
+from jaxnorm.ops.cross_entropy.formula import IGNORED, CrossEntropy, Operands, Results, Saved
 from jaxnorm.ops.logits import log_of_1_and, origin_of, several_axes, widened
 from jaxnorm.ops.mask import columns, only
 from jaxnorm.primitive.family import Family
@@ -21,7 +21,9 @@ from jaxnorm.primitive.op import (
     BatchDims,
     CallRows,
     Derivative,
+    Dtype,
     Native,
+    OnlyX,
     Op,
     Statistics,
     statistics_of,
@@ -81,10 +83,10 @@ def _without_top(spec: CrossEntropy, shards: Shards, operands: Operands, results
 
 
 def _backward_of_shard(
-    spec: CrossEntropy, cotangents: Results, saved: Saved, wanted: Variables[np.dtype], batch_dims: BatchDims
-) -> Variables[jax.Array]:
+    spec: CrossEntropy, cotangents: Results, saved: Saved, wanted: OnlyX[Dtype], batch_dims: BatchDims
+) -> OnlyX[jax.Array]:
     whole, labels = _of_shard(spec, saved.x, saved.labels)
-    gradients: Variables[jax.Array] = CROSS_ENTROPY.gradients(
+    gradients: OnlyX[jax.Array] = CROSS_ENTROPY.gradients(
         whole, cotangents, saved._replace(labels=labels), wanted, batch_dims
     )
     return gradients
@@ -191,7 +193,7 @@ CROSS_ENTROPY = Family(
         statistics=lambda *_: [],
         derivative=Derivative(
             saved=Saved,
-            variables=Variables,
+            variables=OnlyX,
             linear=formula.linear,
             backward=formula.backward,
             backward_of_shard=_backward_of_shard,

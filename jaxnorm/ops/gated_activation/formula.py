@@ -5,19 +5,16 @@ a derivative these operands are kept and nothing else.
 """
 
 import dataclasses
-from typing import Any, Generic, Literal, NamedTuple, TypeVar
+from typing import Any, Generic, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxnorm.ops.activation import FORMULAS, Formula
-from jaxnorm.primitive.op import BatchDims, RowSpec, Statistics
+from jaxnorm.primitive.op import BatchDims, Dtype, OnlyY, RowSpec, Statistics, T
 from jaxnorm.quantization import Quantization
 
 Activation = Literal["silu", "gelu", "gelu_exact", "relu2", "sigmoid"]
-Dtype = np.dtype[Any]
-T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,10 +49,6 @@ class Operands(NamedTuple):
     up: jax.Array | None = None
 
 
-class Results(NamedTuple):
-    y: jax.Array
-
-
 class Saved(NamedTuple):
     x: jax.Array
     up: jax.Array | None = None
@@ -82,22 +75,22 @@ def _parts(spec: GatedActivation, arrays: Any) -> _Parts:
     return _Parts(x[..., 0, :], x[..., 1, :])
 
 
-def forward(spec: GatedActivation, operands: Operands) -> tuple[Results, Statistics]:
+def forward(spec: GatedActivation, operands: Operands) -> tuple[OnlyY, Statistics]:
     """`activation(gate) * up`."""
     gate, up = _parts(spec, operands)
-    return Results((spec.formula.of(gate) * up).astype(spec.out_dtype)), ()
+    return OnlyY((spec.formula.of(gate) * up).astype(spec.out_dtype)), ()
 
 
-def linear(spec: GatedActivation, saved: Saved, dots: Variables[jax.Array]) -> Results:
+def linear(spec: GatedActivation, saved: Saved, dots: Variables[jax.Array]) -> OnlyY:
     """The tangent of y."""
     (gate, up), (gate_dot, up_dot) = _parts(spec, saved), _parts(spec, dots)
     terms = [] if gate_dot is None else [spec.formula.sloped(gate_dot * up, gate)]
     terms += [] if up_dot is None else [spec.formula.of(gate) * up_dot]
-    return Results(sum(terms[1:], terms[0]).astype(spec.out_dtype))
+    return OnlyY(sum(terms[1:], terms[0]).astype(spec.out_dtype))
 
 
 def backward(
-    spec: GatedActivation, cotangents: Results, saved: Saved, wanted: Variables[Dtype], _: BatchDims
+    spec: GatedActivation, cotangents: OnlyY, saved: Saved, wanted: Variables[Dtype], _: BatchDims
 ) -> Variables[jax.Array]:
     """The wanted gradients: the transpose of `linear`."""
     gate, up = _parts(spec, saved)

@@ -8,10 +8,10 @@ import jax
 import numpy as np
 
 from jaxnorm.ops.gated_activation import formula
-from jaxnorm.ops.gated_activation.formula import GatedActivation, Operands, Results, Saved, Variables
+from jaxnorm.ops.gated_activation.formula import GatedActivation, Operands, Saved, Variables
 from jaxnorm.ops.quantize import rounding
 from jaxnorm.primitive.family import Family
-from jaxnorm.primitive.op import LIKE_X, SCALAR, CallRows, Convention, Derivative, Native, Op, Role, Statistics
+from jaxnorm.primitive.op import LIKE_X, SCALAR, CallRows, Convention, Derivative, Native, OnlyY, Op, Role, Statistics
 from jaxnorm.primitive.registry import Function, Request
 from jaxnorm.quantization import LARGEST, Quantization
 from jaxnorm.sharding import dims
@@ -23,10 +23,10 @@ def _result_map(spec: GatedActivation, ndim: int, _: Sequence[Any]) -> DimMap:
     return (*range(ndim - spec.row_ndim), ndim - 1)
 
 
-def _types(spec: GatedActivation, operands: Operands) -> Results:
+def _types(spec: GatedActivation, operands: Operands) -> OnlyY:
     x: Any = operands.x
     shape = (*x.shape[: -spec.row_ndim], x.shape[-1])
-    return Results(dims.result_like(x, _result_map(spec, x.ndim, shape), shape, spec.out_dtype))
+    return OnlyY(dims.result_like(x, _result_map(spec, x.ndim, shape), shape, spec.out_dtype))
 
 
 # The most columns of a packed row that XLA's code for CPUs is faster for; measured on 2 cores of an AMD EPYC with
@@ -69,7 +69,7 @@ GATED_ACTIVATION = Family(
         name="gated_activation",
         spec=GatedActivation,
         operands=Operands,
-        results=Results,
+        results=OnlyY,
         roles=ROLES,
         types=_types,
         forward=formula.forward,
@@ -171,7 +171,7 @@ def _tangents(
     """That of the carrier, as of the result before it is quantised."""
     rounding.check(_derivative(spec))
     unquantized = spec.unquantized(np.dtype(_carrier_dtype(operands)))
-    of_gates = Results(results.carrier)  # type: ignore[arg-type]
+    of_gates = OnlyY(results.carrier)  # type: ignore[arg-type]
     (y_dot,), of_stats = GATED_ACTIVATION.tangents(unquantized, operands.of_gates(), of_gates, stats, dots.of_gates())
     return QuantizedResults(None, carrier=y_dot), of_stats  # type: ignore[arg-type]
 

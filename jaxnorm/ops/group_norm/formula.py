@@ -7,20 +7,17 @@ differ. What is normalised is as LayerNorm does it, and so are its formulas.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Generic, Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxnorm.ops.activation import FORMULAS
 from jaxnorm.ops.norm import formula as layer
-from jaxnorm.ops.norm.formula import Kind, Norm
-from jaxnorm.primitive.op import BatchDims, Statistics
+from jaxnorm.ops.norm.formula import Kind, Norm, Variables
+from jaxnorm.primitive.op import BatchDims, Dtype, OnlyY, Statistics
 
 Activation = Literal["silu", "relu", "gelu"]
-Dtype = np.dtype[Any]
-T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,10 +34,6 @@ class Operands(NamedTuple):
     bias: jax.Array | None = None
 
 
-class Results(NamedTuple):
-    y: jax.Array
-
-
 class Saved(NamedTuple):
     x: jax.Array
     stats: Statistics  # (mean, rstd)
@@ -48,23 +41,15 @@ class Saved(NamedTuple):
     bias: jax.Array | None = None
 
 
-class Variables(NamedTuple, Generic[T]):
-    """What a derivative is taken by, see `Op`."""
-
-    x: T | None = None
-    scale: T | None = None
-    bias: T | None = None
-
-
-def forward(norm: GroupNorm, operands: Operands) -> tuple[Results, Statistics]:
+def forward(norm: GroupNorm, operands: Operands) -> tuple[OnlyY, Statistics]:
     """y and the statistics."""
     x, scale, bias = operands
     stats = layer.statistics(norm, x)
     z = layer.affine(norm.wide, x, stats, scale, bias)
-    return Results(FORMULAS[norm.activation].of(z).astype(norm.out_dtype)), stats
+    return OnlyY(FORMULAS[norm.activation].of(z).astype(norm.out_dtype)), stats
 
 
-def plain(norm: GroupNorm, operands: Operands) -> Results:
+def plain(norm: GroupNorm, operands: Operands) -> OnlyY:
     """The result of `forward`, for JAX to differentiate."""
     # Cast once, so that the cotangents of its uses are added before they are rounded to its dtype.
     return forward(norm, operands._replace(x=operands.x.astype(norm.compute_dtype)))[0]
@@ -78,16 +63,16 @@ def _sloped(norm: GroupNorm, v: jax.Array, saved: Saved) -> jax.Array:
     return FORMULAS[norm.activation].sloped(v, z)
 
 
-def linear(norm: GroupNorm, saved: Saved, dots: Variables[jax.Array]) -> Results:
+def linear(norm: GroupNorm, saved: Saved, dots: Variables[jax.Array]) -> OnlyY:
     """The tangent of y."""
     of_norm = layer.Saved(saved.x, saved.stats, saved.scale)
     z_dot = layer.linear(norm.wide, of_norm, layer.Variables(*dots)).y
-    return Results(_sloped(norm, z_dot, saved).astype(norm.out_dtype))
+    return OnlyY(_sloped(norm, z_dot, saved).astype(norm.out_dtype))
 
 
 def backward(
     norm: GroupNorm,
-    cotangents: Results,
+    cotangents: OnlyY,
     saved: Saved,
     wanted: Variables[Dtype],
     _: BatchDims,

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxnorm.ops.activation import FORMULAS
 from jaxnorm.ops.group_norm import formula
-from jaxnorm.ops.group_norm.formula import Dtype, GroupNorm, Operands, Results, Saved, Variables
+from jaxnorm.ops.group_norm.formula import GroupNorm, Operands, Saved
 from jaxnorm.ops.norm import formula as layer
 from jaxnorm.ops.norm.formula import Norm
 from jaxnorm.ops.norm.op import NORM
@@ -23,7 +23,9 @@ from jaxnorm.primitive.op import (
     BatchDims,
     CallRows,
     Derivative,
+    Dtype,
     Native,
+    OnlyY,
     Op,
     Statistics,
     statistics_of,
@@ -46,8 +48,8 @@ LITTLE, SHORT_ROW = 2**13, 16
 ROLES = {"x": LIKE_X, "scale": BROADCAST_WEIGHT, "bias": BROADCAST_WEIGHT, "y": LIKE_X}
 
 
-def _types(norm: GroupNorm, operands: Operands) -> Results:
-    return Results(dims.like(operands.x, norm.out_dtype))
+def _types(norm: GroupNorm, operands: Operands) -> OnlyY:
+    return OnlyY(dims.like(operands.x, norm.out_dtype))
 
 
 def is_channels_first(norm: GroupNorm) -> bool:
@@ -138,17 +140,17 @@ def _of_rows(norm: GroupNorm) -> Norm:
     )
 
 
-def _forward_in_parts(norm: GroupNorm, operands: Operands, *, with_stats: bool) -> tuple[Results, Statistics]:
+def _forward_in_parts(norm: GroupNorm, operands: Operands, *, with_stats: bool) -> tuple[OnlyY, Statistics]:
     """As the formula's, of which a kernel computes x_hat."""
     x, scale, bias = operands
     of_rows, stats = NORM.bind(_of_rows(norm), layer.Operands(x), with_stats=with_stats)
     z = layer.weighted(norm.wide, of_rows.y, scale, bias)
-    return Results(FORMULAS[norm.activation].of(z).astype(norm.out_dtype)), stats
+    return OnlyY(FORMULAS[norm.activation].of(z).astype(norm.out_dtype)), stats
 
 
 def _backward_in_parts(
-    norm: GroupNorm, cotangents: Results, saved: Saved, wanted: Variables[Dtype], batch_dims: BatchDims
-) -> Variables[jax.Array]:
+    norm: GroupNorm, cotangents: OnlyY, saved: Saved, wanted: layer.Variables[Dtype], batch_dims: BatchDims
+) -> layer.Variables[jax.Array]:
     """As the formula's, of which a kernel computes the gradient by x."""
     return formula.backward(norm, cotangents, saved, wanted, batch_dims, _gradient_of_x)
 
@@ -165,7 +167,7 @@ GROUP_NORM = Family(
         name="group_norm",
         spec=GroupNorm,
         operands=Operands,
-        results=Results,
+        results=OnlyY,
         roles=ROLES,
         types=_types,
         forward=formula.forward,
@@ -173,7 +175,7 @@ GROUP_NORM = Family(
         statistics=lambda norm, operands: statistics_of(norm, operands.x, 2),
         derivative=Derivative(
             saved=Saved,
-            variables=Variables,
+            variables=layer.Variables,
             linear=formula.linear,
             backward=formula.backward,
             in_parts=lambda norm: _backward_in_parts if is_channels_first(norm) else None,

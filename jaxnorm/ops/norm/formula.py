@@ -9,17 +9,16 @@ rounded once, at the end.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Generic, Literal, NamedTuple, Self, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.interpreters import ad
 
 from jaxnorm.primitive import rules
 from jaxnorm.primitive.addend import add, rounded
-from jaxnorm.primitive.op import BatchDims, RowSpec, Statistics
+from jaxnorm.primitive.op import BatchDims, Dtype, RowSpec, Statistics, T
 from jaxnorm.primitive.weights import of_rank
 from jaxnorm.quantization import Quantization
 from jaxnorm.sharding import dims
@@ -28,8 +27,6 @@ from jaxnorm.sharding.shards import Shards, check_no_jet
 Kind = Literal["rms", "layer"]
 KINDS: tuple[Kind, ...] = ("rms", "layer")
 STATISTICS = {"rms": 1, "layer": 2}
-Dtype = np.dtype[Any]
-T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -15,10 +15,10 @@ from jaxnorm.ops.activation import FORMULAS, Synonym, check_activation
 from jaxnorm.ops.misuse import GATE_FIRST, explained
 from jaxnorm.ops.norm import formula, op as norms
 from jaxnorm.ops.norm.checks import of_every_norm
-from jaxnorm.ops.norm.formula import Dtype, Norm, T, normalised, product, summed
+from jaxnorm.ops.norm.formula import Norm, normalised, product, summed
 from jaxnorm.ops.options import Implementation, NormOptions
 from jaxnorm.primitive.family import Family
-from jaxnorm.primitive.op import BatchDims, Derivative, Native, Op, Statistics
+from jaxnorm.primitive.op import BatchDims, Derivative, Dtype, Native, OnlyY, Op, Statistics, T
 from jaxnorm.primitive.registry import Function, Request
 from jaxnorm.sharding import dims
 from jaxnorm.sharding.shards import Shards
@@ -34,10 +34,6 @@ class Operands(NamedTuple):
     scale: jax.Array | None = None
 
 
-class Results(NamedTuple):
-    y: jax.Array
-
-
 class Saved(NamedTuple):
     x: jax.Array
     gate: jax.Array
@@ -51,7 +47,7 @@ class Variables(NamedTuple, Generic[T]):
     scale: T | None = None
 
 
-def forward(norm: Norm, operands: Operands) -> tuple[Results, Statistics]:
+def forward(norm: Norm, operands: Operands) -> tuple[OnlyY, Statistics]:
     """The norm of x * a, or the norm of x times a; and rstd."""
     # Cast once, so that the cotangents of their uses are added before they are rounded to their dtypes.
     x, gate = (array.astype(norm.compute_dtype) for array in operands[:2])
@@ -62,10 +58,10 @@ def forward(norm: Norm, operands: Operands) -> tuple[Results, Statistics]:
 
     stats = formula.statistics(norm, h())
     y = formula.affine(norm.wide, h(), stats, operands.scale, None)
-    return Results((y if norm.gate_first else y * activate(gate)).astype(norm.out_dtype)), stats
+    return OnlyY((y if norm.gate_first else y * activate(gate)).astype(norm.out_dtype)), stats
 
 
-def linear(norm: Norm, saved: Saved, dots: Variables[jax.Array]) -> Results:
+def linear(norm: Norm, saved: Saved, dots: Variables[jax.Array]) -> OnlyY:
     """The tangent of y."""
     x, gate = saved.x.astype(norm.compute_dtype), saved.gate.astype(norm.compute_dtype)
     x_dot, gate_dot, scale_dot = (None if dot is None else dot.astype(norm.compute_dtype) for dot in dots)
@@ -84,11 +80,11 @@ def linear(norm: Norm, saved: Saved, dots: Variables[jax.Array]) -> Results:
         terms = [term * a for term in terms]
         if a_dot is not None:
             terms.append(product(norm, normalised(norm, h, saved.stats), saved.scale) * a_dot)
-    return Results(summed(terms).astype(norm.out_dtype))
+    return OnlyY(summed(terms).astype(norm.out_dtype))
 
 
 def backward(
-    norm: Norm, cotangents: Results, saved: Saved, wanted: Variables[Dtype], batch_dims: BatchDims
+    norm: Norm, cotangents: OnlyY, saved: Saved, wanted: Variables[Dtype], batch_dims: BatchDims
 ) -> Variables[jax.Array]:
     """The wanted gradients: the transpose of `linear`."""
     dy, x, gate = (array.astype(norm.compute_dtype) for array in (cotangents.y, saved.x, saved.gate))
@@ -135,9 +131,9 @@ GATED_NORM = Family(
         name="gated_norm",
         spec=Norm,
         operands=Operands,
-        results=Results,
+        results=OnlyY,
         roles=norms.ROLES,
-        types=lambda norm, operands: Results(dims.like(operands.x, norm.out_dtype)),
+        types=lambda norm, operands: OnlyY(dims.like(operands.x, norm.out_dtype)),
         forward=forward,
         derivative=Derivative(saved=Saved, variables=Variables, linear=linear, backward=backward),
         native=Native(

@@ -25,7 +25,7 @@ from jaxnorm.ops.options import Implementation, NormOptions
 from jaxnorm.ops.quantize import rounding
 from jaxnorm.primitive import registry
 from jaxnorm.primitive.family import Family
-from jaxnorm.primitive.op import Convention, Native, Op, Statistics
+from jaxnorm.primitive.op import Convention, Native, OnlyY, Op, Statistics
 from jaxnorm.primitive.registry import Function, Request
 from jaxnorm.quantization import LARGEST, Quantization, Quantized, quantized
 
@@ -97,7 +97,7 @@ def _tangents(
             scale = (given.scale.astype(norm.compute_dtype) + norm.scale_offset) * smooth
         scale_dot = None if moving.scale is None else moving.scale.astype(norm.compute_dtype) * smooth
         given, moving = given._replace(scale=scale), moving._replace(scale=scale_dot)
-    of_norm = gated.Results(results.carrier)  # type: ignore[arg-type]
+    of_norm = OnlyY(results.carrier)  # type: ignore[arg-type]
     (y_dot,), of_stats = gated.GATED_NORM.tangents(unquantized, given, of_norm, stats, moving)
     return Results(None, carrier=y_dot), of_stats  # type: ignore[arg-type]
 

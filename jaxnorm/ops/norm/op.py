@@ -16,7 +16,7 @@ import numpy as np
 from jaxnorm.native import ffi
 from jaxnorm.ops import speed
 from jaxnorm.ops.norm import formula
-from jaxnorm.ops.norm.formula import KINDS, STATISTICS, Dtype, Kind, Norm, Operands, Results, Saved, Variables
+from jaxnorm.ops.norm.formula import KINDS, STATISTICS, Kind, Norm, Operands, Results, Saved, Variables
 from jaxnorm.primitive import registry, weights
 from jaxnorm.primitive.family import Family
 from jaxnorm.primitive.op import (
@@ -25,6 +25,7 @@ from jaxnorm.primitive.op import (
     BatchDims,
     CallRows,
     Derivative,
+    Dtype,
     Native,
     Op,
     Role,

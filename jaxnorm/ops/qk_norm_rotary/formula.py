@@ -5,22 +5,19 @@ kept; without a norm the angles alone.
 """
 
 import dataclasses
-from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_args
+from typing import Generic, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jaxnorm.native import compat
 from jaxnorm.ops.norm import formula as one
-from jaxnorm.primitive.op import BatchDims, RowSpec, Statistics
+from jaxnorm.primitive.op import BatchDims, Dtype, RowSpec, Statistics, T
 
 HeadNorm = Literal["none", "rms", "layer"]
 NORMS: tuple[HeadNorm, ...] = get_args(HeadNorm)
 STATISTICS = {"none": 0, **one.STATISTICS}
-Dtype = np.dtype[Any]
-T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ is kept, the statistics of its queries and keys, and the angles; without a norm 
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +17,10 @@ from jax import lax
 from jaxnorm.native import compat
 from jaxnorm.ops.qk_norm_rotary import formula as apart, op
 from jaxnorm.primitive.family import Family
-from jaxnorm.primitive.op import LIKE_X, BatchDims, Derivative, Native, Op, Role, Statistics
+from jaxnorm.primitive.op import LIKE_X, BatchDims, Derivative, Dtype, Native, Op, Role, Statistics, T
 from jaxnorm.primitive.registry import Function, Request
 from jaxnorm.sharding import dims
 from jaxnorm.sharding.dims import DimMap
-
-Dtype = np.dtype[Any]
-T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

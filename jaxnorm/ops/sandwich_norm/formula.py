@@ -4,7 +4,7 @@ Each formula is that of RMSNorm, twice. For a derivative x, the sum and two rstd
 """
 
 import dataclasses
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +13,8 @@ import numpy as np
 from jaxnorm.native import compat
 from jaxnorm.ops.norm import formula as one
 from jaxnorm.primitive.addend import rounded
-from jaxnorm.primitive.op import BatchDims, RowSpec, Statistics
+from jaxnorm.primitive.op import BatchDims, Dtype, RowSpec, Statistics, T
 from jaxnorm.primitive.rules import all_none
-
-Dtype = np.dtype[Any]
-T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -10,9 +10,10 @@ from jaxnorm.ops.logits import check_logit_scale
 from jaxnorm.ops.misuse import explained
 from jaxnorm.ops.options import Implementation
 from jaxnorm.ops.softmax.checks import Causal, check_mask
-from jaxnorm.ops.softmax.formula import Operands, Results, Softmax, times
+from jaxnorm.ops.softmax.formula import Operands, Softmax, times
 from jaxnorm.ops.softmax.op import LOG_SOFTMAX, SOFTMAX
 from jaxnorm.primitive.family import Family
+from jaxnorm.primitive.op import OnlyY
 from jaxnorm.sharding import dims
 
 
@@ -108,7 +109,7 @@ class _Given(NamedTuple):
     implementation: Any
 
 
-def _normalised(name: str, family: Family[Softmax, Operands, Results], x: Any, given: _Given) -> jax.Array:
+def _normalised(name: str, family: Family[Softmax, Operands, OnlyY], x: Any, given: _Given) -> jax.Array:
     choice = checks.check_implementation(name, given.implementation)
     x = checks.check_x(name, x)
     axes = checks.check_axes(name, given.axis, x.ndim)

@@ -12,18 +12,14 @@ left out before anything is computed with it, and so are its tangents and cotang
 
 import dataclasses
 import functools
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxnorm.ops.logits import MOST_OF_ROW, LogitScale, exponentials, less_1, of_whole_row, origin_of, sum_over_row
 from jaxnorm.ops.mask import Mask, counted, only
-from jaxnorm.primitive.op import BatchDims, RowSpec, Statistics
-
-Dtype = np.dtype[Any]
-T = TypeVar("T")
+from jaxnorm.primitive.op import BatchDims, OnlyX, OnlyY, RowSpec, Statistics
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,10 +43,6 @@ class Operands(NamedTuple):
     starts: jax.Array | None = None  # and of these the columns from it on, in programs of before
 
 
-class Results(NamedTuple):
-    y: jax.Array
-
-
 class SavedOfSoftmax(NamedTuple):
     y: jax.Array
     lengths: jax.Array | None = None
@@ -66,18 +58,12 @@ class SavedOfLog(NamedTuple):
     starts: jax.Array | None = None
 
 
-class Variables(NamedTuple, Generic[T]):
-    """What a derivative is taken by, see `Op`."""
-
-    x: T | None = None
-
-
-def softmax(spec: Softmax, operands: Operands) -> tuple[Results, Statistics]:
+def softmax(spec: Softmax, operands: Operands) -> tuple[OnlyY, Statistics]:
     counts, scale = _counts(spec, operands), spec.logits
     e = exponentials(spec, scale, scale.w(_wide(spec, operands.x, counts)), counts)
     # A row in which no column counts is one of zeros; one of nothing but -inf is no number.
     y = only(counts, e.each / jnp.where(e.top == -jnp.inf, 1, e.sum))
-    return Results(y.astype(spec.out_dtype)), ()
+    return OnlyY(y.astype(spec.out_dtype)), ()
 
 
 def _counts(spec: Softmax, arrays: Operands | SavedOfSoftmax | SavedOfLog) -> jax.Array | None:
@@ -93,13 +79,13 @@ def times(spec: Softmax, operands: Operands, scale: jax.Array) -> Operands:
     return operands._replace(x=_wide(spec, operands.x, _counts(spec, operands)) * scale.astype(spec.compute_dtype))
 
 
-def log_softmax(spec: Softmax, operands: Operands) -> tuple[Results, Statistics]:
+def log_softmax(spec: Softmax, operands: Operands) -> tuple[OnlyY, Statistics]:
     counts, scale = _counts(spec, operands), spec.logits
     e = exponentials(spec, scale, scale.w(_wide(spec, operands.x, counts)), counts)
     log_sum = of_whole_row(e.log_sum, e.top)
     y = only(counts, e.differences - log_sum, -jnp.inf)
     stats = (log_sum, e.top) if spec.with_top else (log_sum + scale.unit * origin_of(e.top),)
-    return Results(y.astype(spec.out_dtype)), stats
+    return OnlyY(y.astype(spec.out_dtype)), stats
 
 
 def _derivative(spec: Softmax, saved: SavedOfSoftmax, v: jax.Array) -> jax.Array:
@@ -109,27 +95,27 @@ def _derivative(spec: Softmax, saved: SavedOfSoftmax, v: jax.Array) -> jax.Array
     return only(counts, spec.scale * y * (v - sum_over_row(spec, v * y)))
 
 
-def linear(spec: Softmax, saved: SavedOfSoftmax, dots: Any) -> Results:
-    return Results(_derivative(spec, saved, dots.x).astype(spec.out_dtype))
+def linear(spec: Softmax, saved: SavedOfSoftmax, dots: Any) -> OnlyY:
+    return OnlyY(_derivative(spec, saved, dots.x).astype(spec.out_dtype))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def plain(spec: Softmax, operands: Operands) -> Results:
+def plain(spec: Softmax, operands: Operands) -> OnlyY:
     """The result of `softmax`, whose derivative keeps y alone."""
     return softmax(spec, operands)[0]
 
 
 @plain.defjvp
-def _plain_jvp(spec: Softmax, primals: Any, dots: Any) -> tuple[Results, Results]:
+def _plain_jvp(spec: Softmax, primals: Any, dots: Any) -> tuple[OnlyY, OnlyY]:
     (operands,), (moving,) = primals, dots
     results = plain(spec, operands)
-    return results, linear(spec, SavedOfSoftmax(results.y, operands.lengths, operands.where), Variables(moving.x))
+    return results, linear(spec, SavedOfSoftmax(results.y, operands.lengths, operands.where), OnlyX(moving.x))
 
 
 def backward(
-    spec: Softmax, cotangents: Results, saved: SavedOfSoftmax, wanted: Variables[Any], _: BatchDims
-) -> Variables[jax.Array]:
-    return Variables(_derivative(spec, saved, cotangents.y).astype(wanted.x))
+    spec: Softmax, cotangents: OnlyY, saved: SavedOfSoftmax, wanted: OnlyX[Any], _: BatchDims
+) -> OnlyX[jax.Array]:
+    return OnlyX(_derivative(spec, saved, cotangents.y).astype(wanted.x))
 
 
 class _Shares(NamedTuple):
@@ -147,20 +133,20 @@ class _Shares(NamedTuple):
         return cls(only(counts, differences - log_sum), counts)
 
 
-def log_linear(spec: Softmax, saved: SavedOfLog, dots: Any) -> Results:
+def log_linear(spec: Softmax, saved: SavedOfLog, dots: Any) -> OnlyY:
     p, counts = _Shares.of(spec, saved)
     x_dot = _wide(spec, dots.x, counts)
     y_dot = only(counts, x_dot - sum_over_row(spec, only(counts, jnp.exp(p)) * x_dot))
-    return Results((spec.scale * y_dot).astype(spec.out_dtype))
+    return OnlyY((spec.scale * y_dot).astype(spec.out_dtype))
 
 
 def log_backward(
-    spec: Softmax, cotangents: Results, saved: SavedOfLog, wanted: Variables[Any], _: BatchDims
-) -> Variables[jax.Array]:
+    spec: Softmax, cotangents: OnlyY, saved: SavedOfLog, wanted: OnlyX[Any], _: BatchDims
+) -> OnlyX[jax.Array]:
     p, counts = _Shares.of(spec, saved)
     dy = _wide(spec, cotangents.y, counts)
     dx = only(counts, dy_less_shares(dy, sum_over_row(spec, dy), p))
-    return Variables((spec.scale * dx).astype(wanted.x))
+    return OnlyX((spec.scale * dx).astype(wanted.x))
 
 
 def dy_less_shares(dy: jax.Array, whole: jax.Array, log_share: jax.Array) -> jax.Array:

@@ -8,17 +8,17 @@ import numpy as np
 from jaxnorm.ops import speed
 from jaxnorm.ops.logits import several_axes, widened
 from jaxnorm.ops.softmax import formula
-from jaxnorm.ops.softmax.formula import Operands, Results, SavedOfLog, SavedOfSoftmax, Softmax, Variables
+from jaxnorm.ops.softmax.formula import Operands, SavedOfLog, SavedOfSoftmax, Softmax
 from jaxnorm.primitive.family import Family
-from jaxnorm.primitive.op import BROADCAST, LIKE_X, CallRows, Derivative, Native, Op, statistics_of
+from jaxnorm.primitive.op import BROADCAST, LIKE_X, CallRows, Derivative, Native, OnlyX, OnlyY, Op, statistics_of
 from jaxnorm.primitive.registry import Function, Request
 from jaxnorm.sharding import dims
 
 ROLES = {"x": LIKE_X, "where": BROADCAST, "lengths": BROADCAST, "starts": BROADCAST, "y": LIKE_X}
 
 
-def _types(spec: Softmax, operands: Operands) -> Results:
-    return Results(dims.like(operands.x, spec.out_dtype))
+def _types(spec: Softmax, operands: Operands) -> OnlyY:
+    return OnlyY(dims.like(operands.x, spec.out_dtype))
 
 
 def _attributes(spec: Softmax, _: Any) -> dict[str, Any]:
@@ -46,15 +46,13 @@ def _requested(request: Request) -> tuple[Softmax, Operands]:
     return spec, Operands(request.array(request.shape))
 
 
-def _family(
-    target: str, attributes: Callable[..., dict[str, Any]], **others: Any
-) -> Family[Softmax, Operands, Results]:
+def _family(target: str, attributes: Callable[..., dict[str, Any]], **others: Any) -> Family[Softmax, Operands, OnlyY]:
     name = target.removeprefix("jaxnorm_")
     op = Op(
         name=name,
         spec=Softmax,
         operands=Operands,
-        results=Results,
+        results=OnlyY,
         roles=ROLES,
         types=_types,
         native=Native((target,), lambda _: target, forward=attributes, backward=attributes, slower=_slower),
@@ -73,14 +71,12 @@ SOFTMAX = _family(
     forward=formula.softmax,
     plain=formula.plain,
     statistics=lambda *_: [],
-    derivative=Derivative(saved=SavedOfSoftmax, variables=Variables, linear=formula.linear, backward=formula.backward),
+    derivative=Derivative(saved=SavedOfSoftmax, variables=OnlyX, linear=formula.linear, backward=formula.backward),
 )
 LOG_SOFTMAX = _family(
     "jaxnorm_log_softmax",
     _log_attributes,
     forward=formula.log_softmax,
     statistics=lambda spec, operands: statistics_of(spec, operands.x, 1 + spec.with_top),
-    derivative=Derivative(
-        saved=SavedOfLog, variables=Variables, linear=formula.log_linear, backward=formula.log_backward
-    ),
+    derivative=Derivative(saved=SavedOfLog, variables=OnlyX, linear=formula.log_linear, backward=formula.log_backward),
 )
