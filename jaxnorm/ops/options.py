@@ -1,7 +1,6 @@
 """The keywords that norms share, and the choice of an implementation."""
 
 import contextlib
-import dataclasses
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,8 +19,7 @@ Choices = Mapping[str, Implementation | Mapping[Any, Implementation | None] | No
 VARIABLE = "JAXNORM_IMPLEMENTATION"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class NormOptions:
+class NormOptions(NamedTuple):
     """Keywords as a caller gave them, unchecked; `jaxnorm.rms_norm` and `jaxnorm.add_rms_norm` say what they are."""
 
     epsilon: Any = 1e-6
@@ -29,9 +27,9 @@ class NormOptions:
     axis: int | Sequence[int] = -1
     multiply_before_cast: Any = True
     out_dtype: Any = None
-    pad_to: Any = None
     axis_name: Any = None
     implementation: Implementation | None = None
+    pad_to: Any = None
 
 
 class Asked(NamedTuple):

@@ -17,6 +17,13 @@ def is_one_loop(rows: CallRows) -> bool:
     return rows.platform == "cuda" and rows.dtype.itemsize == 4
 
 
+def by_elements(rows: CallRows) -> str | None:
+    """For ops whose kernels go by elements where vectors do not divide a row."""
+    if vectors_divide(rows):
+        return None
+    return f"16-byte vectors do not divide a row of {rows.cols} columns, and kernels go by elements"
+
+
 def why(rows: CallRows, which: str) -> str:
     return f"XLA's code is faster for {which} where 16-byte vectors do not divide a row, as one of {rows.cols} columns"
 

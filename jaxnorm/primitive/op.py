@@ -185,8 +185,7 @@ class Native(Generic[S, O]):
     """
 
     names: tuple[str, ...]
-    name: Callable[[S], str]
-    forward: Callable[[S, O], dict[str, Any]]
+    forward: Callable[[S, O], dict[str, Any]] = lambda *_: {}
     backward: Callable[[S, Any], dict[str, Any]] | None = None
     # By the operands; and by what is saved and the wanted gradients, beside or in place of what holds for weights; see
     # `ffi.workspace`.
@@ -195,6 +194,10 @@ class Native(Generic[S, O]):
     plan: Callable[[S, O], dict[str, Any]] | None = None  # what `_cuda.plan` wants to know, for `jaxnorm.info`
     # Why XLA's code for the formula is faster: it runs then, unless the call must be native.
     slower: Callable[[S, CallRows], str | None] = lambda *_: None
+    which: Callable[[S], str] | None = None  # of several names
+
+    def name(self, spec: S) -> str:
+        return self.names[0] if self.which is None else self.which(spec)
 
     @property
     def targets(self) -> list[str]:

@@ -70,7 +70,6 @@ def _derivative(norm: L2Norm, saved: Saved, v: Any) -> jax.Array:
 
 NATIVE: Native[L2Norm, Operands] = Native(
     names=("toy_l2_norm",),
-    name=lambda norm: "toy_l2_norm",
     forward=lambda norm, operands: {"epsilon": np.float32(norm.epsilon)},
     backward=lambda norm, saved: {},
 )

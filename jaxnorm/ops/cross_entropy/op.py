@@ -32,8 +32,6 @@ from jaxnorm.primitive.registry import Function, Request
 from jaxnorm.sharding import dims
 from jaxnorm.sharding.shards import Shards
 
-NAME = "jaxnorm_cross_entropy"
-
 
 def _types(spec: CrossEntropy, operands: Operands) -> Results:
     log_sum, label_logit, total, top = statistics_of(spec, operands.x, 4)
@@ -144,19 +142,6 @@ def _attributes(spec: CrossEntropy, _: Operands | Saved) -> dict[str, np.float32
     return {"scale": np.float32(spec.scale), "soft_cap": np.float32(spec.soft_cap)}
 
 
-NATIVE: Native[CrossEntropy, Operands] = Native(
-    names=(NAME,),
-    name=lambda _: NAME,
-    forward=lambda spec, operands: {
-        **_attributes(spec, operands),
-        "with_total": spec.with_total,
-        "with_top": spec.with_top,
-    },
-    backward=_attributes,
-    slower=_slower,
-)
-
-
 def _requested_linear(request: Request) -> tuple[CrossEntropy, Operands]:
     """The losses of a product, which is XLA's."""
     return _requested(request._replace(shape=(*request.shape[:-1], request.columns)))
@@ -199,7 +184,16 @@ CROSS_ENTROPY = Family(
             backward_of_shard=_backward_of_shard,
             in_place={"x": "x"},
         ),
-        native=NATIVE,
+        native=Native(
+            names=("jaxnorm_cross_entropy",),
+            forward=lambda spec, operands: {
+                **_attributes(spec, operands),
+                "with_total": spec.with_total,
+                "with_top": spec.with_top,
+            },
+            backward=_attributes,
+            slower=_slower,
+        ),
         reasons=(several_axes, widened),
         can_shard=lambda *_: True,
         forward_of_shard=_forward_of_shard,

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jaxnorm.ops import speed
 from jaxnorm.ops.gated_activation import formula
 from jaxnorm.ops.gated_activation.formula import GatedActivation, Operands, Saved, Variables
 from jaxnorm.ops.quantize import rounding
@@ -77,7 +78,6 @@ GATED_ACTIVATION = Family(
         derivative=Derivative(saved=Saved, variables=Variables, linear=formula.linear, backward=formula.backward),
         native=Native(
             names=("jaxnorm_gated_activation",),
-            name=lambda _: "jaxnorm_gated_activation",
             forward=_attributes,
             backward=_attributes,
             slower=_slower,
@@ -181,12 +181,6 @@ def _quantized_attributes(spec: GatedActivation, operands: QuantizedOperands) ->
     return _attributes(spec, operands) | rounding.attributes(spec.quantization) | {"has_smooth": False}
 
 
-def _can_shard(spec: GatedActivation, cols: int) -> bool:
-    """A shard holds whole groups that share a scale."""
-    group = None if spec.quantization is None else spec.quantization.group_size
-    return group is None or cols % group == 0
-
-
 # The most columns of a row with a scale of its own that XLA's code for CPUs may be faster for; measured on 2 cores of
 # an AMD EPYC with AVX-512, 100000 rows: 0.5 to 1.7 times as fast up to 48 columns.
 SHORT_ROW = 64
@@ -195,12 +189,10 @@ SHORT_ROW = 64
 def _slower_quantized(spec: GatedActivation, rows: CallRows) -> str | None:
     cols = rows.shape[-1]
     if rows.platform == "cpu":
-        short = (
-            spec.joint_axes and spec.quantization is not None and not spec.quantization.group_size and cols <= SHORT_ROW
-        )
+        quantization: Any = spec.quantization
+        short = spec.joint_axes and not quantization.group_size and cols <= SHORT_ROW
         return f"XLA's code may be faster for rows of at most {SHORT_ROW} columns" if short else None
-    divides = cols * rows.dtype.itemsize % 16 == 0
-    return None if divides else f"16-byte vectors do not divide a row of {cols} columns, and kernels go by elements"
+    return speed.by_elements(rows._replace(cols=cols))
 
 
 def _requested_quantized(request: Request) -> tuple[GatedActivation, QuantizedOperands]:
@@ -222,12 +214,11 @@ GATED_ACTIVATION_QUANTIZED = Family(
         convention=Convention(carrier="carrier", tangents=_tangents),
         native=Native(
             names=(f"jaxnorm_{QUANTIZED}",),
-            name=lambda _: f"jaxnorm_{QUANTIZED}",
             forward=_quantized_attributes,
             slower=_slower_quantized,
         ),
         reasons=(_unlike_dtypes,),
-        can_shard=_can_shard,
+        can_shard=rounding.can_shard,
         static_types=(Quantization,),
         functions=(
             dataclasses.replace(

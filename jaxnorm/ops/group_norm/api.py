@@ -1,7 +1,7 @@
 """The public function `group_norm`."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 import jax
 
@@ -11,8 +11,8 @@ from jaxnorm.ops.activation import Synonym, check_activation
 from jaxnorm.ops.group_norm.formula import Activation, GroupNorm, Operands
 from jaxnorm.ops.group_norm.op import GROUP_NORM
 from jaxnorm.ops.misuse import explained
-from jaxnorm.ops.options import Implementation, NormOptions
-from jaxnorm.sharding import dims
+from jaxnorm.ops.norm.checks import of_every_norm
+from jaxnorm.ops.options import Implementation
 
 
 @explained
@@ -56,42 +56,23 @@ def group_norm(
     Source: https://arxiv.org/abs/1803.08494, https://arxiv.org/abs/1607.08022 (instances),
     https://arxiv.org/abs/1709.07871.
     """
-    grouping = Grouping(num_groups, group_size, channel_axis)
-    keywords: Any = {"epsilon": epsilon, "scale_offset": scale_offset, "out_dtype": out_dtype}
-    options = NormOptions(**keywords, axis_name=axis_name, implementation=implementation)
-    return normalise("group_norm", options, grouping, activation, Operands(x, scale, bias))
-
-
-class Grouping(NamedTuple):
-    """The keywords that say what a group is, as a caller gave them."""
-
-    num_groups: Any = None
-    group_size: Any = None
-    channel_axis: Any = -1
-
-
-def normalise(name: str, options: NormOptions, grouping: Grouping, activation: Any, arrays: Operands) -> jax.Array:
-    """The result of the public function."""
-    choice = checks.check_implementation(name, options.implementation)
-    x = checks.check_x(name, arrays.x)
+    name = "group_norm"
+    choice = checks.check_implementation(name, implementation)
+    x = checks.check_x(name, x)
     if x.ndim < 2:
         raise ValueError(
             f"{name}: x has shape {x.shape}, expected an axis of examples, one of channels, and between them those of "
             f"positions. Of one example x[None] makes a batch."
         )
-    axis = _check_channel_axis(name, grouping.channel_axis, x)
-    split = _check_groups(name, grouping, x, axis)
-    scale, bias = (_check_weight(name, n, w, x, axis) for n, w in (("scale", arrays.scale), ("bias", arrays.bias)))
-    out_dtype = checks.check_out_dtype(name, options.out_dtype, x.dtype)
+    axis = _check_channel_axis(name, channel_axis, x)
+    split = _check_groups(name, {"num_groups": num_groups, "group_size": group_size}, x, axis)
+    scale, bias = (_check_weight(name, n, w, x, axis) for n, w in (("scale", scale), ("bias", bias)))
+    out_dtype = checks.check_out_dtype(name, out_dtype, x.dtype)
     # Channels become two axes, of which the second is a group's. Those of positions come after that of examples.
     norm = GroupNorm(
         axes=tuple(a for a in range(-x.ndim, 0) if a != axis - 1),
-        epsilon=checks.check_epsilon(name, options.epsilon),
-        scale_offset=checks.check_scale_offset(name, options.scale_offset),
-        compute_dtype=dims.wide_dtype([out_dtype, *(a.dtype for a in (x, scale, bias) if a is not None)]),
-        out_dtype=out_dtype,
-        **choice.asks(name),
-        shards=checks.check_axis_name(name, options.axis_name),
+        **of_every_norm(name, choice, epsilon, scale_offset, out_dtype, (x, scale, bias)),
+        shards=checks.check_axis_name(name, axis_name),
         activation=check_activation(name, activation, (None, *get_args(Activation))),
     )
     weights = (None if weight is None else _in_groups(weight, axis, split) for weight in (scale, bias))
@@ -116,9 +97,9 @@ def _check_channel_axis(name: str, channel_axis: object, x: jax.Array) -> int:
     return axis
 
 
-def _check_groups(name: str, grouping: Grouping, x: jax.Array, axis: int) -> tuple[int, int]:
+def _check_groups(name: str, keywords: dict[str, Any], x: jax.Array, axis: int) -> tuple[int, int]:
     """How many groups there are, and channels in each."""
-    given = {key: value for key, value in grouping._asdict().items() if key != "channel_axis" and value is not None}
+    given = {key: value for key, value in keywords.items() if value is not None}
     if len(given) != 1:
         raise ValueError(
             f"{name}: got {'both' if given else 'neither'} of num_groups and group_size; expected one of them, as "

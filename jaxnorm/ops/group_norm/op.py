@@ -182,7 +182,6 @@ GROUP_NORM = Family(
         ),
         native=Native(
             names=("jaxnorm_group_norm",),
-            name=lambda _: "jaxnorm_group_norm",
             forward=lambda norm, operands: _attributes(norm, operands) | {"epsilon": np.float32(norm.epsilon)},
             backward=_attributes,
             forward_workspace=lambda operands: _sizes(operands.x),

@@ -50,15 +50,7 @@ def rms_norm(
 
     Source: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019, https://arxiv.org/abs/1910.07467.
     """
-    options = NormOptions(
-        epsilon=epsilon,
-        scale_offset=scale_offset,
-        axis=axis,
-        multiply_before_cast=multiply_before_cast,
-        out_dtype=out_dtype,
-        axis_name=axis_name,
-        implementation=implementation,
-    )
+    options = NormOptions(epsilon, scale_offset, axis, multiply_before_cast, out_dtype, axis_name, implementation)
     return NORM(*check_norm("rms_norm", "rms", options, x, None, scale, bias)).y
 
 
@@ -97,15 +89,7 @@ def layer_norm(
 
     Source: Ba, Kiros and Hinton, Layer Normalization, 2016, https://arxiv.org/abs/1607.06450.
     """
-    options = NormOptions(
-        epsilon=epsilon,
-        scale_offset=scale_offset,
-        axis=axis,
-        multiply_before_cast=multiply_before_cast,
-        out_dtype=out_dtype,
-        axis_name=axis_name,
-        implementation=implementation,
-    )
+    options = NormOptions(epsilon, scale_offset, axis, multiply_before_cast, out_dtype, axis_name, implementation)
     return NORM(*check_norm("layer_norm", "layer", options, x, None, scale, bias)).y
 
 
@@ -150,14 +134,7 @@ def add_rms_norm(
     Source: that of `rms_norm`; before each block: Xiong et al., 2020, https://arxiv.org/abs/2002.04745.
     """
     options = NormOptions(
-        epsilon=epsilon,
-        scale_offset=scale_offset,
-        axis=axis,
-        multiply_before_cast=multiply_before_cast,
-        out_dtype=out_dtype,
-        pad_to=pad_to,
-        axis_name=axis_name,
-        implementation=implementation,
+        epsilon, scale_offset, axis, multiply_before_cast, out_dtype, axis_name, implementation, pad_to
     )
     return _added("add_rms_norm", "rms", options, x, residual, scale, bias, branch_scale)
 
@@ -202,14 +179,7 @@ def add_layer_norm(
     Source: that of `layer_norm`; before each block: Xiong et al., 2020, https://arxiv.org/abs/2002.04745.
     """
     options = NormOptions(
-        epsilon=epsilon,
-        scale_offset=scale_offset,
-        axis=axis,
-        multiply_before_cast=multiply_before_cast,
-        out_dtype=out_dtype,
-        pad_to=pad_to,
-        axis_name=axis_name,
-        implementation=implementation,
+        epsilon, scale_offset, axis, multiply_before_cast, out_dtype, axis_name, implementation, pad_to
     )
     return _added("add_layer_norm", "layer", options, x, residual, scale, bias, branch_scale)
 

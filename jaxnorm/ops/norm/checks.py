@@ -1,7 +1,7 @@
 """Checks of the arguments of norms without a gate, from which their spec follows; as `jaxnorm.ops.checks`."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -42,13 +42,12 @@ def check_norm(
     out_dtype = checks.check_out_dtype(function, options.out_dtype, x.dtype)
     multiplies = checks.check_flag(function, "multiply_before_cast", options.multiply_before_cast)
     normalised = x.dtype if residual is None else residual.dtype
-    operand_dtypes = [array.dtype for array in operands if array is not None]
     norm = Norm(
         kind=kind,
         axes=axes,
         multiply_before_cast=multiplies,
         x_hat_dtype=x_hat_dtype(normalised, out_dtype, multiply_before_cast=multiplies),
-        **of_every_norm(function, options, choice, out_dtype, operand_dtypes),
+        **of_every_norm(function, choice, options.epsilon, options.scale_offset, out_dtype, operands),
         pad_to=checks.check_pad_to(function, options.pad_to, axes, options.axis_name),
         shards=checks.check_axis_name(function, options.axis_name),
     )
@@ -71,13 +70,13 @@ def check_branch_scale(function: str, value: object, x: jax.Array, axes: tuple[i
 
 
 def of_every_norm(
-    function: str, options: NormOptions, choice: Choice, out_dtype: Any, operand_dtypes: Sequence[Any]
+    function: str, choice: Choice, epsilon: Any, scale_offset: Any, out_dtype: Any, operands: Iterable[Any]
 ) -> dict[str, Any]:
     """What is static about every norm."""
     return {
-        "epsilon": checks.check_epsilon(function, options.epsilon),
-        "scale_offset": checks.check_scale_offset(function, options.scale_offset),
-        "compute_dtype": dims.wide_dtype([out_dtype, *operand_dtypes]),
+        "epsilon": checks.check_epsilon(function, epsilon),
+        "scale_offset": checks.check_scale_offset(function, scale_offset),
+        "compute_dtype": dims.wide_dtype([out_dtype, *(array.dtype for array in operands if array is not None)]),
         "out_dtype": out_dtype,
         **choice.asks(function),
     }

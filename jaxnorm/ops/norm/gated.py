@@ -138,7 +138,7 @@ GATED_NORM = Family(
         derivative=Derivative(saved=Saved, variables=Variables, linear=linear, backward=backward),
         native=Native(
             names=("jaxnorm_gated_rms_norm",),
-            name=norms.target,
+            which=norms.target,
             forward=norms.forward_attributes,
             backward=norms.attributes,
             plan=norms.plan,
@@ -169,7 +169,7 @@ def check_gated(
     group_size = _check_group_size(function, group_size, x)
     out_dtype = checks.check_out_dtype(function, options.out_dtype, x.dtype)
     norm = Norm(
-        **of_every_norm(function, options, choice, out_dtype, [a.dtype for a in (x, gate, scale) if a is not None]),
+        **of_every_norm(function, choice, options.epsilon, options.scale_offset, out_dtype, (x, gate, scale)),
         shards=_check_axis_name(function, options.axis_name, group_size),
         activation=check_activation(function, activation, get_args(Activation)),
         gate_first=checks.check_flag(function, "gate_first", gate_first, GATE_FIRST),
@@ -255,11 +255,7 @@ def gated_rms_norm(
     2024, https://arxiv.org/abs/2405.21060; after the norm: Yang et al., 2023, https://arxiv.org/abs/2312.06635.
     """
     options = NormOptions(
-        epsilon=epsilon,
-        scale_offset=scale_offset,
-        out_dtype=out_dtype,
-        axis_name=axis_name,
-        implementation=implementation,
+        epsilon, scale_offset, out_dtype=out_dtype, axis_name=axis_name, implementation=implementation
     )
     norm, operands, size, chosen = check_gated(
         "gated_rms_norm", options, x, gate, scale, gate_first, activation, group_size

@@ -124,7 +124,7 @@ GATED_NORM_QUANTIZED = Family(
         convention=Convention(carrier="carrier", tangents=_tangents),
         native=Native(
             names=("jaxnorm_gated_rms_norm_quantized",),
-            name=norms.target,
+            which=norms.target,
             forward=quantized_norms.attributes,
             plan=norms.plan,
             slower=speed.any_kernel,
@@ -187,11 +187,7 @@ def gated_rms_norm_quantized(
     Source: those of `gated_rms_norm` and `rms_norm_quantized`.
     """
     options = NormOptions(
-        epsilon=epsilon,
-        scale_offset=scale_offset,
-        out_dtype=np.float32,
-        axis_name=axis_name,
-        implementation=implementation,
+        epsilon, scale_offset, out_dtype=np.float32, axis_name=axis_name, implementation=implementation
     )
     name = "gated_rms_norm_quantized"
     norm, operands, size, chosen = check_gated(name, options, x, gate, scale, gate_first, activation, group_size)

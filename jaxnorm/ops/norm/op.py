@@ -17,6 +17,7 @@ from jaxnorm.native import ffi
 from jaxnorm.ops import speed
 from jaxnorm.ops.norm import formula
 from jaxnorm.ops.norm.formula import KINDS, STATISTICS, Kind, Norm, Operands, Results, Saved, Variables
+from jaxnorm.ops.quantize import rounding
 from jaxnorm.primitive import registry, weights
 from jaxnorm.primitive.family import Family
 from jaxnorm.primitive.op import (
@@ -148,8 +149,7 @@ def _slower(norm: Norm, rows: CallRows) -> str | None:
 
 def can_shard(norm: Norm, cols: int) -> bool:
     """A shard holds whole groups that are quantised together, and y's zeros stand after all of a row."""
-    group = None if norm.quantization is None else norm.quantization.group_size
-    return norm.pad_to == 1 and (group is None or cols % group == 0)
+    return norm.pad_to == 1 and rounding.can_shard(norm, cols)
 
 
 def _has_kernels(norm: Norm, x: jax.Array) -> bool:
@@ -283,7 +283,7 @@ NORM = Family(
         statistics=statistics_types,
         native=Native(
             names=tuple(f"jaxnorm_{kind}_norm" for kind in KINDS),
-            name=target,
+            which=target,
             forward=lambda norm, operands: {
                 **forward_attributes(norm, operands),
                 "multiply_before_cast": norm.multiply_before_cast,

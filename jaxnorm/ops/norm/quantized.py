@@ -204,7 +204,7 @@ QUANTIZED_NORM = Family(
         statistics=norms.statistics_types,
         native=Native(
             names=tuple(f"jaxnorm_{kind}_norm_quantized" for kind in KINDS),
-            name=norms.target,
+            which=norms.target,
             forward=attributes,
             # A quantised result changes no plan; the straight-through gradient's is the norm's.
             plan=norms.plan,
@@ -320,7 +320,7 @@ def layer_norm_quantized(
 
 
 def _quantized(function: str, kind: Kind, options: NormOptions, own: Quantizing, *arrays: Any) -> QuantizedNorm:
-    norm, of_norm, chosen = check_norm(function, kind, dataclasses.replace(options, out_dtype=np.float32), *arrays)
+    norm, of_norm, chosen = check_norm(function, kind, options._replace(out_dtype=np.float32), *arrays)
     norm, (smooth, given) = check_quantized(function, norm, of_norm, own)
     results, stats = QUANTIZED_NORM.with_statistics(norm, Operands(*of_norm, smooth, given), chosen)
     scales: Any = results.scales if given is None else given

@@ -1,13 +1,10 @@
 """The public functions: queries and keys apart, or in one product with the values."""
 
-from collections.abc import Iterable
-from typing import Any, Literal, NamedTuple
-
-import jax
-import numpy as np
+from typing import Any, Literal
 
 from jaxnorm.ops import checks
 from jaxnorm.ops.misuse import explained
+from jaxnorm.ops.norm.checks import of_every_norm
 from jaxnorm.ops.options import Implementation
 from jaxnorm.ops.qk_norm_rotary.checks import (
     Beside,
@@ -25,7 +22,6 @@ from jaxnorm.ops.qk_norm_rotary.formula import Operands, QKNormRotary
 from jaxnorm.ops.qk_norm_rotary.op import QK_NORM_ROTARY
 from jaxnorm.ops.qk_norm_rotary.packed import QKV_NORM_ROTARY, Operands as PackedOperands, QKVNormRotary
 from jaxnorm.results import QK, QKV
-from jaxnorm.sharding import dims
 
 Normalize = bool | Literal["rms", "layer"]
 
@@ -75,9 +71,25 @@ def qk_norm_rotary(
 
     Source: RoFormer, https://arxiv.org/abs/2104.09864; Query-Key Normalization, https://arxiv.org/abs/2010.04245.
     """
-    options = Options(epsilon, scale_offset, normalize, implementation)
-    rotation = Rotation(positions, cos, sin, theta, frequencies, rotary_dim, interleaved)
-    return _rotated(options, rotation, Operands(q, k, q_scale, k_scale), heads_axis)
+    name = "qk_norm_rotary"
+    choice = checks.check_implementation(name, implementation)
+    tokens = check_tokens(name, q, heads_axis)
+    q, k = tokens.x, check_k(name, k, tokens)
+    norm = check_normalize(name, normalize)
+    of_k = tokens._replace(x=k, name="k")
+    q_scale = check_scale(name, "q_scale", q_scale, q.shape[tokens.heads_axis], tokens, norm)
+    k_scale = check_scale(name, "k_scale", k_scale, k.shape[tokens.heads_axis], of_k, norm)
+    given = Rotation(positions, cos, sin, theta, frequencies, rotary_dim, interleaved)
+    rotation = check_rotation(name, given, tokens)
+    spec = QKNormRotary(
+        norm=norm,
+        heads_axis=tokens.heads_axis,
+        rotary_dim=rotation.rotary_dim,
+        interleaved=rotation.interleaved,
+        **of_every_norm(name, choice, epsilon, scale_offset, q.dtype, (q, k, q_scale, k_scale, *rotation.tables)),
+    )
+    operands = Operands(q, k, q_scale, k_scale, **angles_of(name, rotation, tokens, spec.compute_dtype))
+    return QK(*QK_NORM_ROTARY(spec, operands, choice.implementation))
 
 
 @explained
@@ -125,60 +137,24 @@ def qkv_norm_rotary(
 
     Source: as for `qk_norm_rotary`.
     """
-    options = Options(epsilon, scale_offset, normalize, implementation)
-    rotation = Rotation(positions, cos, sin, theta, frequencies, rotary_dim, interleaved)
-    return _unpacked(options, rotation, PackedOperands(qkv, q_scale, k_scale), heads, kv_heads)
-
-
-class Options(NamedTuple):
-    """The keywords that are not about the rotation, nor where the heads are, as a caller gave them."""
-
-    epsilon: Any
-    scale_offset: Any
-    normalize: Any
-    implementation: Any
-
-    def checked(self, function: str, x: jax.Array, rotation: Rotation, arrays: Iterable[Any]) -> dict[str, Any]:
-        """The fields of a spec, for a checked rotation and all arrays that are computed with."""
-        return {
-            "rotary_dim": rotation.rotary_dim,
-            "interleaved": rotation.interleaved,
-            "epsilon": checks.check_epsilon(function, self.epsilon),
-            "scale_offset": checks.check_scale_offset(function, self.scale_offset),
-            "compute_dtype": dims.wide_dtype(a.dtype for a in (*arrays, *rotation.tables) if a is not None),
-            "out_dtype": np.dtype(x.dtype),
-        }
-
-
-def _rotated(options: Options, rotation: Rotation, arrays: Operands, heads_axis: Any) -> QK:
-    name = "qk_norm_rotary"
-    choice = checks.check_implementation(name, options.implementation)
-    tokens = check_tokens(name, arrays.q, heads_axis)
-    q, k = tokens.x, check_k(name, arrays.k, tokens)
-    norm = check_normalize(name, options.normalize)
-    of_k = tokens._replace(x=k, name="k")
-    q_scale = check_scale(name, "q_scale", arrays.q_scale, q.shape[tokens.heads_axis], tokens, norm)
-    k_scale = check_scale(name, "k_scale", arrays.k_scale, k.shape[tokens.heads_axis], of_k, norm)
-    rotation = check_rotation(name, rotation, tokens)
-    fields = options.checked(name, q, rotation, (q, k, q_scale, k_scale))
-    spec = QKNormRotary(norm=norm, heads_axis=tokens.heads_axis, **fields, **choice.asks(name))
-    angles = angles_of(name, rotation, tokens, spec.compute_dtype)
-    operands = Operands(q, k, q_scale, k_scale, **angles)
-    return QK(*QK_NORM_ROTARY(spec, operands, choice.implementation))
-
-
-def _unpacked(options: Options, rotation: Rotation, arrays: PackedOperands, heads: Any, kv_heads: Any) -> QKV:
     name = "qkv_norm_rotary"
-    choice = checks.check_implementation(name, options.implementation)
+    choice = checks.check_implementation(name, implementation)
     counts = check_counts(name, heads, kv_heads)
-    tokens = check_packed(name, arrays.qkv, counts, Beside(arrays.q_scale, arrays.k_scale, rotation))
-    norm = check_normalize(name, options.normalize)
-    q_scale = check_scale(name, "q_scale", arrays.q_scale, counts.q, tokens, norm)
-    k_scale = check_scale(name, "k_scale", arrays.k_scale, counts.kv, tokens, norm)
-    rotation = check_rotation(name, rotation, tokens)
-    fields = options.checked(name, tokens.x, rotation, (tokens.x, q_scale, k_scale))
-    spec = QKVNormRotary(norm=norm, heads=counts.q, kv_heads=counts.kv, **fields, **choice.asks(name))
-    angles = angles_of(name, rotation, tokens, spec.compute_dtype)
-    results = QKV_NORM_ROTARY(spec, PackedOperands(tokens.x, q_scale, k_scale, **angles), choice.implementation)
+    given = Rotation(positions, cos, sin, theta, frequencies, rotary_dim, interleaved)
+    tokens = check_packed(name, qkv, counts, Beside(q_scale, k_scale, given))
+    x, norm = tokens.x, check_normalize(name, normalize)
+    q_scale = check_scale(name, "q_scale", q_scale, counts.q, tokens, norm)
+    k_scale = check_scale(name, "k_scale", k_scale, counts.kv, tokens, norm)
+    rotation = check_rotation(name, given, tokens)
+    spec = QKVNormRotary(
+        norm=norm,
+        heads=counts.q,
+        kv_heads=counts.kv,
+        rotary_dim=rotation.rotary_dim,
+        interleaved=rotation.interleaved,
+        **of_every_norm(name, choice, epsilon, scale_offset, x.dtype, (x, q_scale, k_scale, *rotation.tables)),
+    )
+    operands = PackedOperands(x, q_scale, k_scale, **angles_of(name, rotation, tokens, spec.compute_dtype))
+    results = QKV_NORM_ROTARY(spec, operands, choice.implementation)
     assert results.v_out is not None
     return QKV(results.q_out, results.k_out, results.v_out)

@@ -125,16 +125,6 @@ def slower(spec: Any, rows: CallRows) -> str | None:
     return f"XLA's code is faster for 2 to {FEW_TOKENS} tokens, which it fuses with what is around them"
 
 
-NATIVE: Native[QKNormRotary, Operands] = Native(
-    names=("jaxnorm_qk_norm_rotary",),
-    name=lambda _: "jaxnorm_qk_norm_rotary",
-    forward=lambda norm, operands: {**attributes(norm, operands), "epsilon": np.float32(norm.epsilon)},
-    backward=attributes,
-    workspace=workspace,
-    slower=slower,
-)
-
-
 def requested(request: Request) -> tuple[QKNormRotary, Operands]:
     """q and k of this shape, whose last axes are heads and their elements, with RMSNorm."""
     shape = request.shape if len(request.shape) > 1 else (1, *request.shape)
@@ -174,7 +164,13 @@ QK_NORM_ROTARY = Family(
         derivative=Derivative(
             saved=Saved, variables=Variables, linear=formula.linear, backward=formula.backward, unsaved=_unsaved
         ),
-        native=NATIVE,
+        native=Native(
+            names=("jaxnorm_qk_norm_rotary",),
+            forward=lambda norm, operands: {**attributes(norm, operands), "epsilon": np.float32(norm.epsilon)},
+            backward=attributes,
+            workspace=workspace,
+            slower=slower,
+        ),
         reasons=(head_too_long, _unequal_dtypes, other_dtypes),
         linear_in=lambda _: ("q_scale", "k_scale"),
         functions=(

@@ -204,20 +204,6 @@ def _attributes(spec: QKVNormRotary, arrays: Any) -> dict[str, Any]:
     return {name: value for name, value in op.attributes(spec, arrays).items() if name != "heads_axis"} | of_heads
 
 
-NATIVE: Native[QKVNormRotary, Operands] = Native(
-    names=("jaxnorm_qkv_norm_rotary",),
-    name=lambda _: "jaxnorm_qkv_norm_rotary",
-    forward=lambda spec, operands: {
-        **_attributes(spec, operands),
-        "epsilon": np.float32(spec.epsilon),
-        "with_v": spec.gives_v,
-    },
-    backward=_attributes,
-    workspace=op.workspace,
-    slower=op.slower,
-)
-
-
 def _requested(request: Request) -> tuple[QKVNormRotary, Operands]:
     """qkv of this shape, whose heads are in six parts: four of q, one of k, one of v; or in three."""
     of_qk, operands = op.requested(request)
@@ -247,7 +233,17 @@ QKV_NORM_ROTARY = Family(
         plain=plain,
         statistics=statistics_types,
         derivative=Derivative(saved=Saved, variables=Variables, linear=linear, backward=backward, unsaved=_unsaved),
-        native=NATIVE,
+        native=Native(
+            names=("jaxnorm_qkv_norm_rotary",),
+            forward=lambda spec, operands: {
+                **_attributes(spec, operands),
+                "epsilon": np.float32(spec.epsilon),
+                "with_v": spec.gives_v,
+            },
+            backward=_attributes,
+            workspace=op.workspace,
+            slower=op.slower,
+        ),
         reasons=(op.head_too_long, op.other_dtypes, _split),
         may_omit=lambda *_: ("v_out",),
         linear_in=lambda _: ("q_scale", "k_scale"),

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxnorm.ops import speed
 from jaxnorm.ops.quantize import rounding
 from jaxnorm.primitive.decide import Call
 from jaxnorm.primitive.family import Family
@@ -122,12 +123,6 @@ def _attributes(spec: Quantize, _: Operands) -> dict[str, Any]:
     return {"axes": np.int64(spec.row_ndim)} | rounding.attributes(spec.quantization) | no_more
 
 
-def _can_shard(spec: Quantize, cols: int) -> bool:
-    """A shard holds whole groups that share a scale."""
-    group = spec.quantization.group_size
-    return group is None or cols % group == 0
-
-
 # The most columns of a row that XLA's code for CPUs is faster for; measured on 2 cores of an AMD EPYC with AVX-512,
 # 4 million elements: of 4 columns it takes 0.6 to 0.9 of the time, of 16 it takes 1.4 to 6.7 times as long.
 SHORT = 8
@@ -137,9 +132,7 @@ def _slower(spec: Quantize, rows: CallRows) -> str | None:
     if rows.platform == "cpu":
         is_short = rows.cols <= SHORT
         return f"XLA's code is faster for rows of at most {SHORT} columns" if is_short else None
-    if rows.cols * rows.dtype.itemsize % 16 == 0:
-        return None
-    return f"16-byte vectors do not divide a row of {rows.cols} columns, and kernels go by elements"
+    return speed.by_elements(rows)
 
 
 def _requested(request: Request) -> tuple[Quantize, Operands]:
@@ -158,11 +151,9 @@ QUANTIZE = Family(
         forward=forward,
         statistics=lambda *_: [],
         convention=Convention(carrier="carrier", tangents=_tangents),
-        native=Native(
-            names=("jaxnorm_quantize",), name=lambda _: "jaxnorm_quantize", forward=_attributes, slower=_slower
-        ),
+        native=Native(names=("jaxnorm_quantize",), forward=_attributes, slower=_slower),
         reasons=(_unserved,),
-        can_shard=_can_shard,
+        can_shard=rounding.can_shard,
         static_types=(Quantization,),
         functions=(Function("quantize", _requested, dtypes=DTYPES, out_dtypes=OUT_DTYPES),),
     )

@@ -116,6 +116,11 @@ def check(derivative: Derivative) -> None:
         raise ValueError(derivative.error)
 
 
+def can_shard(spec: Any, cols: int) -> bool:
+    """Whether a shard of so many columns holds whole groups that share a scale."""
+    return spec.quantization is None or cols % (spec.quantization.group_size or 1) == 0
+
+
 class _StraightThrough(Rules):
     is_checked = False
 

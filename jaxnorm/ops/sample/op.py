@@ -11,8 +11,6 @@ from jaxnorm.primitive.op import BROADCAST, LIKE_X, STATISTIC, CallRows, Native,
 from jaxnorm.primitive.registry import Function, Request
 from jaxnorm.sharding import dims
 
-NAME = "jaxnorm_sample"
-
 
 def _types(spec: Sample, operands: Operands) -> Results:
     ids, log_probs = statistics_of(spec, operands.logits, 2)
@@ -57,7 +55,7 @@ SAMPLE = Family(
         types=_types,
         forward=forward,
         statistics=lambda *_: [],
-        native=Native((NAME,), lambda _: NAME, forward=lambda *_: {}, slower=_slower),
+        native=Native(("jaxnorm_sample",), slower=_slower),
         reasons=(_split_columns,),
         functions=(
             Function("sample", _requested, arguments=_arguments, out_dtypes=(np.dtype(np.int32),), last_axis_only=True),

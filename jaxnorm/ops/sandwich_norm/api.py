@@ -6,9 +6,9 @@ from typing import Any
 from jaxnorm.ops import checks
 from jaxnorm.ops.misuse import explained
 from jaxnorm.ops.norm import formula as one
-from jaxnorm.ops.norm.checks import check_branch_scale
+from jaxnorm.ops.norm.checks import check_branch_scale, of_every_norm
 from jaxnorm.ops.norm.op import NORM
-from jaxnorm.ops.options import Implementation, NormOptions
+from jaxnorm.ops.options import Implementation
 from jaxnorm.ops.sandwich_norm.formula import Operands, SandwichNorm
 from jaxnorm.ops.sandwich_norm.op import SANDWICH_NORM
 from jaxnorm.results import AddedNorm
@@ -54,43 +54,25 @@ def rms_norm_add_rms_norm(
 
     Source: CogView, https://arxiv.org/abs/2105.13290; with RMSNorm: Gemma 2, https://arxiv.org/abs/2408.00118.
     """
-    options = NormOptions(
-        epsilon=epsilon,
-        scale_offset=scale_offset,
-        multiply_before_cast=multiply_before_cast,
-        out_dtype=out_dtype,
-        axis_name=axis_name,
-        implementation=implementation,
+    name = "rms_norm_add_rms_norm"
+    choice = checks.check_implementation(name, implementation)
+    x = checks.check_x(name, x)
+    residual = checks.check_like_x(name, "residual", residual, x, "added")
+    post_scale = checks.check_weight(name, "post_scale", post_scale, x, (-1,))
+    operands = Operands(x, residual, post_scale, checks.check_weight(name, "scale", scale, x, (-1,)))
+    out_dtype = checks.check_out_dtype(name, out_dtype, x.dtype)
+    norm = SandwichNorm(
+        **of_every_norm(name, choice, epsilon, scale_offset, out_dtype, operands),
+        multiply_before_cast=checks.check_flag(name, "multiply_before_cast", multiply_before_cast),
+        residual_dtype=residual.dtype,
+        shards=checks.check_axis_name(name, axis_name),
     )
-    norm, operands, chosen = _prepare("rms_norm_add_rms_norm", options, Operands(x, residual, post_scale, scale))
     if branch_scale is not None:
-        checked = check_branch_scale("rms_norm_add_rms_norm", branch_scale, operands.x, (-1,))
-        return _two_norms(norm, operands, checked, chosen)
-    y, new_residual = SANDWICH_NORM(norm, operands, chosen)
+        checked = check_branch_scale(name, branch_scale, x, (-1,))
+        return _two_norms(norm, operands, checked, choice.implementation)
+    y, new_residual = SANDWICH_NORM(norm, operands, choice.implementation)
     assert new_residual is not None
     return AddedNorm(y, new_residual)
-
-
-def _prepare(name: str, options: NormOptions, arrays: Operands) -> tuple[SandwichNorm, Operands, Implementation | None]:
-    """The checked arguments: what is static, the operands, and the chosen implementation."""
-    choice = checks.check_implementation(name, options.implementation)
-    x = checks.check_x(name, arrays.x)
-    residual = checks.check_like_x(name, "residual", arrays.residual, x, "added")
-    post_scale = checks.check_weight(name, "post_scale", arrays.post_scale, x, (-1,))
-    scale = checks.check_weight(name, "scale", arrays.scale, x, (-1,))
-    operands = Operands(x, residual, post_scale, scale)
-    out_dtype = checks.check_out_dtype(name, options.out_dtype, x.dtype)
-    norm = SandwichNorm(
-        epsilon=checks.check_epsilon(name, options.epsilon),
-        scale_offset=checks.check_scale_offset(name, options.scale_offset),
-        multiply_before_cast=checks.check_flag(name, "multiply_before_cast", options.multiply_before_cast),
-        compute_dtype=dims.wide_dtype([out_dtype, *(array.dtype for array in operands if array is not None)]),
-        out_dtype=out_dtype,
-        residual_dtype=residual.dtype,
-        **choice.asks(name),
-        shards=checks.check_axis_name(name, options.axis_name),
-    )
-    return norm, operands, choice.implementation
 
 
 def _two_norms(norm: SandwichNorm, operands: Operands, branch_scale: Any, chosen: Implementation | None) -> AddedNorm:

@@ -109,7 +109,6 @@ SANDWICH_NORM = Family(
         derivative=Derivative(saved=Saved, variables=Variables, linear=formula.linear, backward=formula.backward),
         native=Native(
             names=("jaxnorm_rms_norm_add_rms_norm",),
-            name=lambda _: "jaxnorm_rms_norm_add_rms_norm",
             forward=_forward_attributes,
             backward=_attributes,
             workspace=_kept_rows,

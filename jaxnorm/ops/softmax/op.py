@@ -55,7 +55,7 @@ def _family(target: str, attributes: Callable[..., dict[str, Any]], **others: An
         results=OnlyY,
         roles=ROLES,
         types=_types,
-        native=Native((target,), lambda _: target, forward=attributes, backward=attributes, slower=_slower),
+        native=Native((target,), forward=attributes, backward=attributes, slower=_slower),
         reasons=(several_axes, widened),
         later=("starts",),
         can_shard=lambda *_: True,
