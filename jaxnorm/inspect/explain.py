@@ -108,7 +108,6 @@ def _jaxprs(values: Iterable[Any]) -> Iterator[Any]:
 
 
 def _call(line: fallback.Line | None, call: Described) -> Call:
-    """The row of a call."""
     where = "unknown" if line is None else f"{os.path.relpath(line.file)}:{line.number} ({line.function})"
     platforms = dict.fromkeys((*ffi.PLATFORMS, compat.default_platform()))
     given = tuple(f"{name}: {_type(array)}" for name, array in leaves_of(call.operands) if name != "stats")

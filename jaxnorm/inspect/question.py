@@ -161,7 +161,6 @@ def parameters(function: str) -> Mapping[str, inspect.Parameter]:
 
 
 def described(function: str, request: Request) -> dict[str, Any]:
-    """The call, for a report."""
     _, how = registry.functions()[function]
     return {
         "op": function,

@@ -26,8 +26,6 @@ Free = dict[tuple[str, str], None]  # the functions, each with a direction, for 
 
 
 class Key(NamedTuple):
-    """What a result is kept by."""
-
     program: str  # a digest of its text, which has shapes, dtypes, shardings and what is donated
     arguments: tuple[str, ...]
     calls: tuple[str, ...]

@@ -137,7 +137,6 @@ class Backward(Batched):
         return RowCall(self.op, spec, "backward", self._x(cotangents, saved), adds)
 
     def dim_maps(self, places: Any, *, spec: RowSpec, wanted: Any, batch_dims: BatchDims) -> CallMaps:
-        """Those of the operands, whose types these are, and of the results."""
         first, saved, others = places
         cotangents, saved = self.op.results(first, *others), self.derivative.saved(*saved)
         ndim = self._x(cotangents, saved).ndim

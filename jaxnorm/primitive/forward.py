@@ -69,7 +69,6 @@ class Forward(Batched):
         return jax.tree.structure(self._types(spec, types))
 
     def _types(self, spec: RowSpec, operands: Record) -> Any:
-        """Those of the results, from those of the operands."""
         return _without(spec, self.op.types(spec, operands))
 
     def abstract(self, *leaves: Any, tree: Any, spec: RowSpec, with_stats: bool) -> list[Any]:
@@ -172,7 +171,6 @@ class Forward(Batched):
         return {"spec": spec, "with_stats": with_stats and any(of_stats), **params}, kept
 
     def dim_maps(self, places: Any, *, spec: RowSpec, with_stats: bool) -> CallMaps:
-        """Those of the operands, whose types these are, and of the results."""
         operands = self.op.operands(*places)
         ndim = operands[0].ndim
         types = self._types(spec, operands)

@@ -98,8 +98,6 @@ def _groups(mesh: compat.PartlyManual, devices: Any) -> np.ndarray[Any, Any]:
 
 
 class PartitionedCall(NamedTuple):
-    """One such call, as its text and XLA describe it."""
-
     platform: str
     partitionable: Partitionable
     places: Any

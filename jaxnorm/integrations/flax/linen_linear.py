@@ -179,7 +179,6 @@ def _chosen(change: Change, only: replacing.Only | None, module: Any, args: Any,
 
 
 def _inputs(inputs: Any) -> Any:
-    """The argument of a `Dense`."""
     return inputs if isinstance(inputs, Quantized) else jnp.asarray(inputs)
 
 

@@ -159,7 +159,6 @@ QUANTISE = Change(
 def quantize_linears(
     model: Any, kernels: Quantization | DTypeLike, inputs: Quantization | DTypeLike | None, only: Only | None
 ) -> tuple[Any, Report]:
-    """`jaxnorm.quantize_linears`."""
     kernels, inputs = pair("quantize_linears", kernels, inputs)
     report, layers = chosen(QUANTISE, model, only)
 
@@ -255,7 +254,6 @@ COMPUTE_IN_FLOAT8 = Change(
 
 
 def float8_linears(model: Any, recipe: Float8Recipe, only: Only | None) -> tuple[Any, Report]:
-    """`jaxnorm.float8_linears`."""
     recipe = check_recipe("float8_linears", recipe)
     report, layers = chosen(COMPUTE_IN_FLOAT8, model, only)
     for layer in layers:

@@ -127,7 +127,6 @@ def _own_class(module: Any) -> type:
 
 
 def compare_layers(model: Any, args: Any, loss: Loss | None, kwargs: Any) -> Comparison:
-    """`jaxnorm.compare_layers`."""
     replacing.check_compared(model, loss)
     if isinstance(model, linen.Module):
         raise TypeError(
@@ -242,6 +241,5 @@ def class_before(cls: type) -> type | None:
 
 
 def _new(maker: Callable[[type, Any], type], cls: type, by: Any, *args: Any) -> Any:
-    """An object of a subclass, as pickle makes one."""
     made: Any = maker(cls, by)
     return made.__new__(made, *args)

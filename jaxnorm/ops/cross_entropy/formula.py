@@ -36,8 +36,6 @@ IGNORED = -(2**31)  # kernels know it
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CrossEntropy(RowSpec):
-    """What is static about one cross-entropy."""
-
     scale: float
     soft_cap: float  # 0: there is none
     with_total: bool

@@ -44,8 +44,6 @@ Pair = tuple[jax.Array, jax.Array]  # a result and its tangent
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LinearCrossEntropy(RowSpec):
-    """What is static about one call."""
-
     scale: float
     soft_cap: float
     label_smoothing: float

@@ -118,7 +118,6 @@ def _names_column(spec: CrossEntropy, operands: Operands) -> jax.Array:
 
 
 def count_of(spec: CrossEntropy, operands: Operands) -> int | jax.Array:
-    """How many columns of each row count."""
     x, _, where = operands
     (axis,) = spec.axes
     if where is None:

@@ -15,8 +15,6 @@ from jaxnorm.sharding.shards import Shards
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Lookup(Spec):
-    """What is static about the lookup of rows."""
-
     function: str  # the public one
     out_dtype: np.dtype[Any]
     fill: float = 0.0  # what stands in a row that the table has not
@@ -26,8 +24,6 @@ class Lookup(Spec):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SegmentSum(Spec):
-    """What is static about sums of segments."""
-
     function: str
     out_dtype: np.dtype[Any]
     segments: Any  # how many there are; an int, or symbolic
@@ -44,8 +40,6 @@ class SegmentSum(Spec):
 
 
 class Rows(NamedTuple):
-    """The operands of a lookup."""
-
     table: Any  # (length, columns)
     ids: Any  # int32; a row that is not in [0, length) is filled
 

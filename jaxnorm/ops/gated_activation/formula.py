@@ -55,8 +55,6 @@ class Saved(NamedTuple):
 
 
 class Variables(NamedTuple, Generic[T]):
-    """What a derivative is taken by, see `Op`."""
-
     x: T | None = None
     up: T | None = None
 
@@ -82,7 +80,6 @@ def forward(spec: GatedActivation, operands: Operands) -> tuple[OnlyY, Statistic
 
 
 def linear(spec: GatedActivation, saved: Saved, dots: Variables[jax.Array]) -> OnlyY:
-    """The tangent of y."""
     (gate, up), (gate_dot, up_dot) = _parts(spec, saved), _parts(spec, dots)
     terms = [] if gate_dot is None else [spec.formula.sloped(gate_dot * up, gate)]
     terms += [] if up_dot is None else [spec.formula.of(gate) * up_dot]
@@ -92,7 +89,6 @@ def linear(spec: GatedActivation, saved: Saved, dots: Variables[jax.Array]) -> O
 def backward(
     spec: GatedActivation, cotangents: OnlyY, saved: Saved, wanted: Variables[Dtype], _: BatchDims
 ) -> Variables[jax.Array]:
-    """The wanted gradients: the transpose of `linear`."""
     gate, up = _parts(spec, saved)
     dy = cotangents.y.astype(spec.compute_dtype)
     dgate, dup = spec.formula.sloped(dy * up, gate), dy * spec.formula.of(gate)

@@ -22,8 +22,6 @@ Activation = Literal["silu", "relu", "gelu"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupNorm(Norm):
-    """What is static about one GroupNorm."""
-
     kind: Kind = "layer"
     activation: Activation | None = None
 
@@ -42,7 +40,6 @@ class Saved(NamedTuple):
 
 
 def forward(norm: GroupNorm, operands: Operands) -> tuple[OnlyY, Statistics]:
-    """y and the statistics."""
     x, scale, bias = operands
     stats = layer.statistics(norm, x)
     z = layer.affine(norm.wide, x, stats, scale, bias)
@@ -50,7 +47,6 @@ def forward(norm: GroupNorm, operands: Operands) -> tuple[OnlyY, Statistics]:
 
 
 def plain(norm: GroupNorm, operands: Operands) -> OnlyY:
-    """The result of `forward`, for JAX to differentiate."""
     # Cast once, so that the cotangents of its uses are added before they are rounded to its dtype.
     return forward(norm, operands._replace(x=operands.x.astype(norm.compute_dtype)))[0]
 
@@ -64,7 +60,6 @@ def _sloped(norm: GroupNorm, v: jax.Array, saved: Saved) -> jax.Array:
 
 
 def linear(norm: GroupNorm, saved: Saved, dots: Variables[jax.Array]) -> OnlyY:
-    """The tangent of y."""
     of_norm = layer.Saved(saved.x, saved.stats, saved.scale)
     z_dot = layer.linear(norm.wide, of_norm, layer.Variables(*dots)).y
     return OnlyY(_sloped(norm, z_dot, saved).astype(norm.out_dtype))

@@ -72,7 +72,6 @@ def check_branch_scale(function: str, value: object, x: jax.Array, axes: tuple[i
 def of_every_norm(
     function: str, choice: Choice, epsilon: Any, scale_offset: Any, out_dtype: Any, operands: Iterable[Any]
 ) -> dict[str, Any]:
-    """What is static about every norm."""
     return {
         "epsilon": checks.check_epsilon(function, epsilon),
         "scale_offset": checks.check_scale_offset(function, scale_offset),

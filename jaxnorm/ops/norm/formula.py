@@ -31,8 +31,6 @@ STATISTICS = {"rms": 1, "layer": 2}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Norm(RowSpec):
-    """What is static about one norm."""
-
     kind: Kind = "rms"
     epsilon: float
     scale_offset: float
@@ -141,7 +139,6 @@ def weighted(norm: Norm, x_hat: jax.Array, scale: jax.Array | None, bias: jax.Ar
 
 
 def product(norm: Norm, x_hat: jax.Array, scale: jax.Array | None) -> jax.Array:
-    """`x_hat * (scale + scale_offset)`."""
     y = x_hat.astype(norm.compute_dtype)
     return y if scale is None else y * _factor(norm, y, scale)
 
@@ -167,7 +164,6 @@ def forward(norm: Norm, operands: Operands) -> tuple[Results, Statistics]:
 
 
 def plain(norm: Norm, operands: Operands) -> Results:
-    """The results of `forward`, for JAX to differentiate."""
     addend = operands.residual
     # Cast once, so that the cotangents of its uses are added before they are rounded to its dtype.
     wide = summed_operands(norm, operands).astype(norm.compute_dtype)
@@ -176,7 +172,6 @@ def plain(norm: Norm, operands: Operands) -> Results:
 
 
 def linear(norm: Norm, saved: Saved, dots: Variables[jax.Array]) -> Results:
-    """The tangent of y."""
     return Results(_pad(norm, summed(tangents(norm, saved, dots)).astype(norm.out_dtype)))
 
 

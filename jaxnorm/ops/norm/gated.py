@@ -62,7 +62,6 @@ def forward(norm: Norm, operands: Operands) -> tuple[OnlyY, Statistics]:
 
 
 def linear(norm: Norm, saved: Saved, dots: Variables[jax.Array]) -> OnlyY:
-    """The tangent of y."""
     x, gate = saved.x.astype(norm.compute_dtype), saved.gate.astype(norm.compute_dtype)
     x_dot, gate_dot, scale_dot = (None if dot is None else dot.astype(norm.compute_dtype) for dot in dots)
     activation = FORMULAS[norm.activation]
@@ -86,7 +85,6 @@ def linear(norm: Norm, saved: Saved, dots: Variables[jax.Array]) -> OnlyY:
 def backward(
     norm: Norm, cotangents: OnlyY, saved: Saved, wanted: Variables[Dtype], batch_dims: BatchDims
 ) -> Variables[jax.Array]:
-    """The wanted gradients: the transpose of `linear`."""
     dy, x, gate = (array.astype(norm.compute_dtype) for array in (cotangents.y, saved.x, saved.gate))
     activation = FORMULAS[norm.activation]
     a = activation.of(gate)
@@ -116,7 +114,6 @@ def unfit_gate(norm: Norm, operands: Any) -> str | None:
 
 
 def requested(request: Request) -> tuple[Norm, Operands]:
-    """A call as `jaxnorm.info` asks for it."""
     norm, (x, _, scale, *_) = norms.requested("rms")(request)
     return dataclasses.replace(norm, activation="silu", gate_first=True), Operands(x, x, scale)
 

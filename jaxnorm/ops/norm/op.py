@@ -242,8 +242,6 @@ def _in_parts(norm: Norm) -> Callable[..., tuple[Results, Statistics]] | None:
 
 
 def requested(kind: Kind, *, adds: bool = False) -> Callable[[Request], tuple[Norm, Any]]:
-    """A call as `jaxnorm.info` asks for it."""
-
     def of_request(request: Request) -> tuple[Norm, Any]:
         addend_dtype = request.addend_dtype or (request.dtype if adds else None)
         norm = Norm(

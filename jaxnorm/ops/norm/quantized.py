@@ -61,7 +61,6 @@ def forward(norm: Norm, operands: Operands) -> tuple[Results, Statistics]:
 
 
 def plain(norm: Norm, operands: Operands) -> Results:
-    """The results of `forward`, for JAX to differentiate."""
     y, total = formula.plain(norm, operands.of_norm())
     return quantize(norm, y, operands)._replace(sum=total)
 
@@ -80,7 +79,6 @@ def quantize(norm: Norm, y: jax.Array, operands: Operands) -> Results:
 
 
 def derivative(norm: Norm) -> Derivative:
-    """The derivative of the rounding."""
     of_sum, operands = ", and of new_residual the true one", "x, residual, scale and bias"
     if norm.activation is not None:
         of_sum, operands = "", "the operands"

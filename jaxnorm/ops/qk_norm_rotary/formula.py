@@ -22,8 +22,6 @@ STATISTICS = {"none": 0, **one.STATISTICS}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QKNormRotary(RowSpec):
-    """What is static about one rotary embedding with the norms before it."""
-
     norm: HeadNorm
     heads_axis: int  # -2, or -3 where the heads come before the tokens
     rotary_dim: int
@@ -74,8 +72,6 @@ class Saved(NamedTuple):
 
 
 class Variables(NamedTuple, Generic[T]):
-    """What a derivative is taken by, see `Op`."""
-
     q: T | None = None
     k: T | None = None
     q_scale: T | None = None
@@ -108,7 +104,6 @@ def angles(norm: QKNormRotary, arrays: Operands | Saved) -> Angles:
 
 
 def rotated(norm: QKNormRotary, h: jax.Array, by: Angles) -> jax.Array:
-    """`(a cos - b sin, b cos + a sin)` for each pair (a, b) of the first rotary_dim columns."""
     dim = norm.rotary_dim
     rest = [h[..., dim:]] if dim < h.shape[-1] else []
     if norm.interleaved:
@@ -131,7 +126,6 @@ def forward(norm: QKNormRotary, operands: Operands) -> tuple[Results, Statistics
 
 
 def plain(norm: QKNormRotary, operands: Operands) -> Results:
-    """The results of `forward`, for JAX to differentiate."""
     q, k, *_ = operands
     # Cast once, so that the cotangents of their uses are added before they are rounded to their dtypes.
     wide = operands._replace(q=q.astype(norm.compute_dtype), k=k.astype(norm.compute_dtype))
@@ -140,7 +134,6 @@ def plain(norm: QKNormRotary, operands: Operands) -> Results:
 
 
 def linear(norm: QKNormRotary, saved: Saved, dots: Variables[jax.Array]) -> Results:
-    """The tangents of both results."""
     by = angles(norm, saved)
     q_dot = _linear(norm, _of_q(saved), one.Variables(dots.q, dots.q_scale), by)
     k_dot = _linear(norm, _of_k(saved), one.Variables(dots.k, dots.k_scale), by)
@@ -150,7 +143,6 @@ def linear(norm: QKNormRotary, saved: Saved, dots: Variables[jax.Array]) -> Resu
 def backward(
     norm: QKNormRotary, cotangents: Results, saved: Saved, wanted: Variables[Dtype], _: BatchDims
 ) -> Variables[jax.Array]:
-    """The wanted gradients: the transpose of `linear`."""
     cos, sin = angles(norm, saved)
     back = Angles(cos, -sin)
     of_q = _backward(norm, cotangents.q_out, _of_q(saved), one.Variables(wanted.q, wanted.q_scale), back)

@@ -39,7 +39,6 @@ class QKVNormRotary(apart.QKNormRotary):
 
     @property
     def packed(self) -> int:
-        """How many heads there are."""
         return self.heads + 2 * self.kv_heads
 
     @property
@@ -106,14 +105,12 @@ def forward(spec: QKVNormRotary, operands: Operands) -> tuple[Results, Statistic
 
 
 def plain(spec: QKVNormRotary, operands: Operands) -> Results:
-    """The results of `forward`, for JAX to differentiate."""
     qkv, *others = operands
     q, k, v = parts(spec, qkv)
     return Results(*apart.plain(spec, apart.Operands(q, k, *others)), v if spec.with_v else None)
 
 
 def linear(spec: QKVNormRotary, saved: Saved, dots: Variables[jax.Array]) -> Results:
-    """The tangents of the results."""
     q, k, v = parts(spec, dots.qkv)
     results = apart.linear(spec, _apart(spec, saved), apart.Variables(q, k, dots.q_scale, dots.k_scale))
     if v is None and spec.with_v:

@@ -88,7 +88,6 @@ def scale_of(quantization: Quantization, amax: jax.Array) -> jax.Array:
 
 
 def attributes(quantization: Quantization) -> dict[str, Any]:
-    """What a native call is told of it."""
     return {
         "group": np.int64(quantization.group_size or 0),
         "max_scale": np.float32(np.inf if quantization.max_scale is None else quantization.max_scale),
@@ -111,7 +110,6 @@ def straight_through(
 
 
 def check(derivative: Derivative) -> None:
-    """That there is a derivative, where one is taken."""
     if not derivative.has_carrier:
         raise ValueError(derivative.error)
 

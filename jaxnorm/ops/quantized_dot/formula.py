@@ -25,8 +25,6 @@ ALIGNMENT = 128  # in columns, of the parts of a long sum: libraries' products o
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuantizedDot(ProductSpec):
-    """What is static about one product."""
-
     implementation: str | None = None
     how: str = ""  # it was chosen, if not by the argument
     summed: int = 1  # how many axes are: the last ones, of both operands

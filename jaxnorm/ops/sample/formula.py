@@ -30,8 +30,6 @@ INVALID = -1  # the id of a row from which nothing is drawn
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sample(RowSpec):
-    """What is static about one draw."""
-
     is_greedy: bool = False  # the temperature of all rows is 0
 
 

@@ -19,8 +19,6 @@ from jaxnorm.primitive.rules import all_none
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SandwichNorm(RowSpec):
-    """What is static about one sandwich norm."""
-
     epsilon: float
     scale_offset: float
     multiply_before_cast: bool
@@ -69,8 +67,6 @@ class Saved(NamedTuple):
 
 
 class Variables(NamedTuple, Generic[T]):
-    """What a derivative is taken by, see `Op`."""
-
     x: T | None = None
     residual: T | None = None
     post_scale: T | None = None
@@ -86,14 +82,12 @@ def forward(norm: SandwichNorm, operands: Operands) -> tuple[Results, Statistics
 
 
 def plain(norm: SandwichNorm, operands: Operands) -> Results:
-    """The results of `forward`, for JAX to differentiate."""
     x, addend, post_scale, scale = operands
     normed = rounded(one.plain(norm.norm(x.dtype), one.Operands(x, None, post_scale)).y)
     return Results(*one.plain(norm.second, one.Operands(normed, addend, scale)))
 
 
 def linear(norm: SandwichNorm, saved: Saved, dots: Variables[jax.Array]) -> Results:
-    """The tangents of y and of the sum."""
     x, total, (of_x, of_sum), post_scale, scale = saved
     of_post = one.Variables(dots.x, dots.post_scale)
     terms = [] if dots.residual is None else [dots.residual.astype(norm.compute_dtype)]

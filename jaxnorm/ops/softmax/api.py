@@ -98,8 +98,6 @@ def log_softmax(
 
 
 class _Given(NamedTuple):
-    """The keywords as a caller gave them."""
-
     axis: int | Sequence[int]
     where: Any
     logit_scale: Any

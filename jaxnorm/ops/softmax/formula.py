@@ -24,8 +24,6 @@ from jaxnorm.primitive.op import BatchDims, OnlyX, OnlyY, RowSpec, Statistics
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Softmax(RowSpec):
-    """What is static about one softmax or log-softmax."""
-
     scale: float
     is_widened: bool = False  # whether x is of a half type, times a traced scale in the compute dtype
     with_top: bool = False  # of log-softmax: whether a statistic is the largest w, and the other relative to that
@@ -101,7 +99,6 @@ def linear(spec: Softmax, saved: SavedOfSoftmax, dots: Any) -> OnlyY:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def plain(spec: Softmax, operands: Operands) -> OnlyY:
-    """The result of `softmax`, whose derivative keeps y alone."""
     return softmax(spec, operands)[0]
 
 
