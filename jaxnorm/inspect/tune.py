@@ -22,6 +22,7 @@ ALL_CHOSEN = (
     "every call has its implementation already: by its argument, a context around or the environment, or as the call "
     "that it is a derivative of was traced before"
 )
+Choices = tuple[tuple[str, str, str], ...]  # of a function, a direction and an implementation each
 Free = dict[tuple[str, str], None]  # the functions, each with a direction, for which nothing is chosen
 
 
@@ -145,71 +146,70 @@ def _others(calls: Sequence[Call], one: tuple[str, str], free: Free, platform: s
     return [other for runs, other in names if runs in run]
 
 
+@dataclasses.dataclass
 class _Search:
     """A greedy search, from the default on."""
 
-    def __init__(self, program: turns.Program, text: str, donated: list[int], at_most: int) -> None:
-        self._program, self._text, self._donated = program, text, donated
-        self._at_most = at_most
-        self._choices: tuple[tuple[str, str, str], ...] = ()
-        self._default: turns.Run | None = None
-        self._best: turns.Run | None = None
-        self._trials: list[Trial] = []
-        self._seconds: float | None = None
-        self._compilations = 0
+    program: turns.Program
+    text: str  # of the best program
+    donated: list[int]
+    at_most: int
+    choices: Choices = ()
+    default: turns.Run | None = None
+    best: turns.Run | None = None
+    trials: list[Trial] = dataclasses.field(default_factory=list)
+    seconds: float | None = None
+    compilations: int = 0
 
     def attempt(self, function: str, direction: str, chosen: str) -> None:
         """Tries one choice beside the best, which it becomes where it is faster."""
-        others = tuple(choice for choice in self._choices if choice[:2] != (function, direction))
-        choices = (*others, (function, direction, chosen))
-        trial = Trial(function, direction, chosen, "the same program")
+        others = tuple(choice for choice in self.choices if choice[:2] != (function, direction))
+        outcome, *seconds = self._tried((*others, (function, direction, chosen)))
+        self.trials.append(Trial(function, direction, chosen, outcome, *seconds))
+
+    def _tried(self, choices: Choices) -> tuple[Any, ...]:
+        """The outcome and, where it was timed, the seconds without it and with it."""
         try:
-            text = self._program.lowered(as_mapping(choices)).as_text()
+            text = self.program.lowered(as_mapping(choices)).as_text()
         except Exception as error:
-            self._trials.append(dataclasses.replace(trial, outcome=_left_out(error)))
-            return
-        if text == self._text:
-            self._trials.append(trial)
-            return
-        if self._best is None:
-            self._default = self._best = self._compiled(())
-        if self._compilations == self._at_most:
-            why = f"left out: {self._at_most} programs are compiled, the most for these calls"
-            self._trials.append(dataclasses.replace(trial, outcome=why))
-            return
+            return (_left_out(error),)
+        if text == self.text:
+            return ("the same program",)
+        if self.best is None:
+            self.default = self.best = self._compiled(())
+        if self.compilations == self.at_most:
+            return (f"left out: {self.at_most} programs are compiled, the most for these calls",)
         try:
             run = self._compiled(choices)
-            before, after = turns.in_turns([self._best, run])
+            before, after = turns.in_turns([self.best, run])
         except Exception as error:
-            self._trials.append(dataclasses.replace(trial, outcome=_left_out(error)))
-            return
-        is_faster = after.beats(before)
-        outcome = "chosen" if is_faster else "not faster"
-        self._trials.append(Trial(function, direction, chosen, outcome, before.median, after.median))
-        self._seconds = before.median
-        if is_faster:
-            self._choices, self._best, self._text, self._seconds = choices, run, text, after.median
+            return (_left_out(error),)
+        self.seconds = before.median
+        if not after.beats(before):
+            return "not faster", before.median, after.median
+        self.choices, self.best, self.text, self.seconds = choices, run, text, after.median
+        return "chosen", before.median, after.median
 
-    def _compiled(self, choices: tuple[tuple[str, str, str], ...]) -> turns.Run:
-        self._compilations += 1
-        return turns.Run(self._program, as_mapping(choices), self._donated)
+    def _compiled(self, choices: Choices) -> turns.Run:
+        self.compilations += 1
+        return turns.Run(self.program, as_mapping(choices), self.donated)
 
     def result(self, empty: Tuned) -> Tuned:
         """What is chosen, if it is faster than the default once more."""
         tuned = dataclasses.replace(
             empty,
-            trials=tuple(self._trials),
-            compilations=self._compilations,
-            at_most=self._at_most,
-            seconds=self._seconds,
-            default_seconds=self._seconds,
+            trials=tuple(self.trials),
+            compilations=self.compilations,
+            at_most=self.at_most,
+            seconds=self.seconds,
+            default_seconds=self.seconds,
         )
-        if not self._choices or self._default is None or self._best is None:
+        if not self.choices or self.default is None or self.best is None:
             return tuned
-        by_default, best = turns.in_turns([self._default, self._best])
+        by_default, best = turns.in_turns([self.default, self.best])
         tuned = dataclasses.replace(tuned, default_seconds=by_default.median, seconds=best.median)
         if best.beats(by_default):
-            return dataclasses.replace(tuned, choices=tuple(sorted(self._choices)))
+            return dataclasses.replace(tuned, choices=tuple(sorted(self.choices)))
         note = f"what was chosen takes {best.median * 1e3:.4g} ms beside the default, and is dropped"
         return dataclasses.replace(tuned, seconds=by_default.median, note=note)
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypedDict, get_args
+from typing import Any, NamedTuple, TypedDict, Unpack, get_args, overload
 
 import jax
 import jax.numpy as jnp
@@ -115,6 +115,28 @@ def quantized(
         **served.rounded_once(module, "a quantised norm"),
     )
     return result.quantized if result.residual is None else (result.quantized, result.residual)
+
+
+class Quantizes:
+    """What makes a norm one with a quantised result."""
+
+    @overload
+    def __call__(self: Any, x: jax.Array, residual: None = None, **_: Unpack[Scales]) -> Quantized: ...
+
+    @overload
+    def __call__(self: Any, x: jax.Array, residual: jax.Array, **_: Unpack[Scales]) -> tuple[Quantized, jax.Array]: ...
+
+    def __call__(
+        self: Any,
+        x: jax.Array,
+        residual: jax.Array | None = None,
+        *,
+        static_scale: Any = None,
+        smooth_scale: jax.Array | None = None,
+        mask: None = None,
+    ) -> Quantized | tuple[Quantized, jax.Array]:
+        scales = {"static_scale": static_scale, "smooth_scale": smooth_scale}
+        return quantized(self, x, residual, mask, scales)
 
 
 def gated(module: Any, x: Any, gate: Any, mask: object) -> jax.Array:

@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import field
 from functools import partial
-from typing import Any, Unpack, overload
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from jaxnorm.ops.group_norm.formula import Activation as OfGroups
 from jaxnorm.ops.norm.gated import Activation
 from jaxnorm.ops.options import Implementation
 from jaxnorm.ops.qk_norm_rotary.api import Normalize
-from jaxnorm.quantization import Quantization, Quantized
+from jaxnorm.quantization import Quantization
 from jaxnorm.results import QK
 
 # Flax's functions without the wrapper that makes them calls of the module: through it, a call would be captured,
@@ -171,24 +171,7 @@ class _Quantized(linen.Module, kw_only=True):
     quantization: Quantization
     straight_through: bool = False
 
-    @overload
-    def __call__(self, x: jax.Array, residual: None = None, **_: Unpack[calls.Scales]) -> Quantized: ...
-
-    @overload
-    def __call__(self, x: jax.Array, residual: jax.Array, **_: Unpack[calls.Scales]) -> tuple[Quantized, jax.Array]: ...
-
-    @linen.compact
-    def __call__(
-        self,
-        x: jax.Array,
-        residual: jax.Array | None = None,
-        *,
-        static_scale: Any = None,
-        smooth_scale: jax.Array | None = None,
-        mask: None = None,
-    ) -> Quantized | tuple[Quantized, jax.Array]:
-        scales = {"static_scale": static_scale, "smooth_scale": smooth_scale}
-        return calls.quantized(self, x, residual, mask, scales)
+    __call__ = linen.compact(calls.Quantizes.__call__)
 
 
 @explained

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Unpack, overload
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from jaxnorm.ops.group_norm.formula import Activation as OfGroups
 from jaxnorm.ops.norm.gated import Activation
 from jaxnorm.ops.options import Implementation
 from jaxnorm.ops.qk_norm_rotary.api import Normalize
-from jaxnorm.quantization import Quantization, Quantized
+from jaxnorm.quantization import Quantization
 from jaxnorm.results import QK
 
 
@@ -215,33 +215,13 @@ class QKNormRotary(_Options, _HeadScales):
         return calls.rotated(self, (q, k, *scales, positions), **tables)
 
 
-class _Quantized:
-    """Quantises the result of a norm."""
-
+class _Quantized(calls.Quantizes):
     def __init__(
         self, num_features: int, *, quantization: Quantization, straight_through: bool = False, **flax: Any
     ) -> None:
         super().__init__(num_features, **flax)  # type: ignore[call-arg]
         self.quantization = quantization
         self.straight_through = straight_through
-
-    @overload
-    def __call__(self, x: jax.Array, residual: None = None, **_: Unpack[calls.Scales]) -> Quantized: ...
-
-    @overload
-    def __call__(self, x: jax.Array, residual: jax.Array, **_: Unpack[calls.Scales]) -> tuple[Quantized, jax.Array]: ...
-
-    def __call__(
-        self,
-        x: jax.Array,
-        residual: jax.Array | None = None,
-        *,
-        static_scale: Any = None,
-        smooth_scale: jax.Array | None = None,
-        mask: None = None,
-    ) -> Quantized | tuple[Quantized, jax.Array]:
-        scales = {"static_scale": static_scale, "smooth_scale": smooth_scale}
-        return calls.quantized(self, x, residual, mask, scales)
 
 
 @explained
