@@ -7,7 +7,6 @@ import json
 import os
 import reprlib
 import textwrap
-import threading
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ import jax
 from jaxnorm.inspect.explain import explain
 from jaxnorm.native import ffi
 from jaxnorm.ops import options
+from jaxnorm.primitive.fallback import Around
 
 PACKAGES = ("jax", "jaxlib", "jaxnorm")
 NAME, FORMAT = "jaxnorm.tune", 1  # of the file
@@ -76,14 +76,8 @@ def _version(package: str) -> str:
         return "unknown"
 
 
-class _Entered(threading.local):
-    """The contexts of Tuned that a thread is in. One of a Tuned itself would be part of its value."""
-
-    def __init__(self) -> None:
-        self.contexts: list[contextlib.AbstractContextManager[None]] = []
-
-
-_entered = _Entered()
+# The contexts of Tuned. One of a Tuned itself would be part of its value.
+_entered = Around()
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -134,11 +128,11 @@ class Tuned(Mapping[str, Any]):
     def __enter__(self) -> Self:
         context = options.implementation(self)
         context.__enter__()
-        _entered.contexts.append(context)
+        _entered.entries.append(context)
         return self
 
     def __exit__(self, *error: Any) -> None:
-        _entered.contexts.pop().__exit__(*error)
+        _entered.entries.pop().__exit__(*error)
 
     def __repr__(self) -> str:
         rows = [("function", "direction", "tried", "before", "after", "outcome")]

@@ -5,7 +5,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -114,11 +114,6 @@ def capabilities() -> set[str]:
         return set()
 
 
-def allow_export(targets: Iterable[str]) -> None:
-    """Lets programs with these targets be exported, also where no module with them is loaded."""
-    compat.allow_export(targets)
-
-
 # cuBLASLt in the wheels that JAX installs with CUDA, and where in them it lies.
 WHEELS = {
     "nvidia.cu13": os.path.join("lib", "libcublasLt.so.13"),
@@ -206,10 +201,10 @@ def _load(platform: str) -> None:
     handlers = native.handlers()
     for target, capsule in handlers.items():
         jax.ffi.register_ffi_target(target, capsule, platform=PLATFORMS[platform])
-    allow_export(handlers)
+    compat.allow_export(handlers)
     _modules[platform] = native
 
 
 for _platform in PLATFORMS:
     _load(_platform)
-allow_export([PARTITIONED])
+compat.allow_export([PARTITIONED])

@@ -2,13 +2,13 @@
 
 import contextlib
 import os
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, cast
 
 import jax
 
 from jaxnorm.ops import misuse
+from jaxnorm.primitive.fallback import Around
 
 Implementation = Literal["native", "xla"]
 IMPLEMENTATIONS: tuple[Any, ...] = (None, "native", "xla")
@@ -106,23 +106,15 @@ class Context(NamedTuple):
 _context = jax.make_user_context(Context())
 
 
-class _Heard(threading.local):
-    def __init__(self) -> None:
-        self.free: list[dict[tuple[str, str], None]] = []
-
-
-_heard = _Heard()
+_heard = Around()
 
 
 @contextlib.contextmanager
 def hearing() -> Iterator[dict[tuple[str, str], None]]:
     """Functions, with directions, that this thread traces within without a choice, in order."""
     free: dict[tuple[str, str], None] = {}
-    _heard.free.append(free)
-    try:
+    with _heard.within(free):
         yield free
-    finally:
-        _heard.free.pop()
 
 
 def choice(function: str, argument: Implementation | None) -> Choice:
@@ -130,7 +122,7 @@ def choice(function: str, argument: Implementation | None) -> Choice:
     if argument is not None:
         return Choice(Asked(argument), Asked(argument))
     chosen = around(function)
-    for free in _heard.free:
+    for free in _heard.entries:
         free.update({(function, way): None for way in DIRECTIONS if chosen.of(way).implementation is None})
     return chosen
 

@@ -230,9 +230,6 @@ class Backward(Batched):
 
         return jax.vmap(formula, in_axes=in_axes)(cotangents, saved)
 
-    def jvp(self, primals: Any, dots: Any, **params: Any) -> Any:
-        return self.jvp_of_formula(primals, dots, **params)
-
     def transpose(
         self, cotangents: Any, *leaves: Any, tree: Any, spec: RowSpec, wanted: Any, batch_dims: BatchDims
     ) -> list[Any]:

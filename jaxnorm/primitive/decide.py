@@ -147,18 +147,10 @@ def check_native(call: Call) -> None:
     if call.native_for:
         why = call.nowhere() or decide(Platform.here(compat.default_platform()), call).why
         if why is not None:
-            raise cannot_serve(call.native_for, why)
+            raise not_native(call.native_for, "cannot serve this call", why)
 
 
-def cannot_serve(function: str, reason: str) -> RuntimeError:
+def not_native(function: str, what: str, reason: str) -> RuntimeError:
     return RuntimeError(
-        f"{function}: implementation='native' cannot serve this call: {reason}. "
-        "With implementation=None XLA's code runs."
-    )
-
-
-def cannot_compile(function: str, platform: str, reason: str) -> RuntimeError:
-    return RuntimeError(
-        f"{function}: implementation='native' cannot be compiled for {platform}: {reason}. "
-        "With implementation=None XLA's code runs."
+        f"{function}: implementation='native' {what}: {reason}. With implementation=None XLA's code runs."
     )

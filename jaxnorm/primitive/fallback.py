@@ -72,29 +72,34 @@ class Formula(NamedTuple):
     line: Line | None
 
 
-class _Listeners(threading.local):
+class Around(threading.local):
+    """What a thread is within, from the outermost."""
+
     def __init__(self) -> None:
-        self.listeners: list[Callable[[Formula], None]] = []
+        self.entries: list[Any] = []
+
+    @contextlib.contextmanager
+    def within(self, entry: Any) -> Iterator[None]:
+        self.entries.append(entry)
+        try:
+            yield
+        finally:
+            self.entries.pop()
 
 
-_local = _Listeners()
+_listeners = Around()
 _warns = os.environ.get(VARIABLE, "") not in ("", "0")
 _told: set[Any] = set()
 
 
-@contextlib.contextmanager
-def listening(listener: Callable[[Formula], None]) -> Iterator[None]:
+def listening(listener: Callable[[Formula], None]) -> contextlib.AbstractContextManager[None]:
     """Within, the listener hears of every call that this thread traces and the formula serves."""
-    _local.listeners.append(listener)
-    try:
-        yield
-    finally:
-        _local.listeners.remove(listener)
+    return _listeners.within(listener)
 
 
 def traced(op: Any, spec: Any, operands: Any, direction: str, why: Callable[[], str]) -> None:
     """Tells of a call whose formula is traced, and no primitive; `operands` are its arrays or their types."""
-    if not _warns and not _local.listeners:
+    if not _warns and not _listeners.entries:
         return
     name, reason = public_name(op, spec, operands), why()
     tell(name, operands, direction, reason)
@@ -105,9 +110,9 @@ def traced(op: Any, spec: Any, operands: Any, direction: str, why: Callable[[], 
 
 def tell(name: str, operands: Any, direction: str, reason: str) -> None:
     """Tells the listeners of a call of a public function."""
-    if _local.listeners:
+    if _listeners.entries:
         formula = Formula(name, operands, direction, reason, line_of_user())
-        for listener in _local.listeners:
+        for listener in _listeners.entries:
             listener(formula)
 
 

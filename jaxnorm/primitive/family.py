@@ -9,7 +9,6 @@ has its abstract evaluation, lowering, batching, JVP and transpose in a file of 
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Generic
 
@@ -17,7 +16,7 @@ import jax
 import numpy as np
 from jax import lax
 
-from jaxnorm.native import compat, ffi
+from jaxnorm.native import compat
 from jaxnorm.primitive import decide, fallback, reasons, registry
 from jaxnorm.primitive.forward import Forward
 from jaxnorm.primitive.linear import Linear
@@ -35,7 +34,7 @@ class Family(Generic[S, O, R]):
         registry.add_op(op)
         registry.entry(self._forward.primitive).is_forward = True
         if op.native is not None:
-            ffi.allow_export(op.native.targets)
+            compat.allow_export(op.native.targets)
 
     def wants_primitive(self, spec: S, operands: O, implementation: str | None) -> bool:
         """Whether a call should be the primitive: a kernel on some platform, and little kept for a derivative.
@@ -56,12 +55,12 @@ class Family(Generic[S, O, R]):
             is_trailing = reasons.is_trailing(spec.axes) or not self.op.is_trailing
             wants = set(spec.shards.names) <= set(manual) and is_trailing
         if not wants:
-            why = functools.partial(self._why_formula, spec, types, is_asked_for)
+
+            def why() -> str:
+                return fallback.ASKED_FOR if is_asked_for else str(self.why_not(spec, types))
+
             fallback.traced(self.op, spec, operands, "forward", why)
         return wants
-
-    def _why_formula(self, spec: S, types: O, is_asked_for: bool) -> str:
-        return fallback.ASKED_FOR if is_asked_for else str(self.why_not(spec, types))
 
     def bind(self, spec: S, operands: O, *, with_stats: bool = False) -> tuple[R, Statistics]:
         """The results, native on the platforms that have a kernel, and with_stats the statistics."""

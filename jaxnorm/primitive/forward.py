@@ -15,7 +15,7 @@ from jaxnorm.primitive.addend import add
 from jaxnorm.primitive.batching import Batched
 from jaxnorm.primitive.linear import Linear
 from jaxnorm.primitive.op import AnyOp, Record, RowSpec, Statistics, rows_and_cols
-from jaxnorm.primitive.reasons import RowCall, is_conditioned
+from jaxnorm.primitive.reasons import RowCall
 from jaxnorm.primitive.rules import (
     all_none,
     at_front,
@@ -42,12 +42,7 @@ class Forward(Batched):
         super().__init__(op, "forward")
         drop_unread(self.primitive, self._without_unread)
         self._results_tree = functools.lru_cache(maxsize=4096)(self._tree_of_results)
-        self._maybe_linear = linear
-
-    @property
-    def _linear(self) -> Linear:
-        assert self._maybe_linear is not None, f"{self.op.name} has no derivative"
-        return self._maybe_linear
+        self._linear: Any = linear  # None only where nothing asks for it
 
     def bind(self, spec: RowSpec, operands: Record, *, with_stats: bool = False) -> tuple[Any, Statistics]:
         values = bind(self.primitive, tuple(operands), spec=spec, with_stats=with_stats)
@@ -100,7 +95,8 @@ class Forward(Batched):
             return parts
         if self.op.factor is not None:
             ctx, leaves = lowering.replaced(functools.partial(self._as_read, spec, tree), ctx, leaves)
-        normalised = self._normalised(operands := self._operands(tree, ctx.avals_in))
+        operands = self._operands(tree, ctx.avals_in)
+        normalised = RowCall.of(self.op, spec, operands).normalised
         rows, cols = rows_and_cols(spec, normalised)
         target = f"{native.name(spec)}_fwd"
         carrier = self._place_of_carrier(spec, operands)
@@ -139,18 +135,11 @@ class Forward(Batched):
         return names.index(convention.carrier) if convention and convention.carrier in names else None
 
     def call(self, *types: Any, tree: Any, spec: RowSpec, with_stats: bool) -> RowCall:
-        operands = self._operands(tree, types)
-        adds = self._addend(operands) is not None
-        conditioned = is_conditioned(self.op, spec, operands)
-        return RowCall(self.op, spec, "forward", self._normalised(operands), adds, with_stats, conditioned)
+        call = RowCall.of(self.op, spec, self._operands(tree, types), differentiated=with_stats)
+        return dataclasses.replace(call, traced=None)
 
     def _addend(self, operands: Record) -> Any:
         return getattr(operands, self.op.addend) if self.op.addend else None
-
-    def _normalised(self, operands: Record) -> Any:
-        """An array of what is normalised's shape and dtype: a sum has the addend's dtype."""
-        addend = self._addend(operands)
-        return operands[0] if addend is None else addend
 
     def _in_place(self, spec: RowSpec, operands: Record) -> dict[int, int]:
         given, results = ([name for name, _ in leaves_of(a)] for a in (operands, self._types(spec, operands)))

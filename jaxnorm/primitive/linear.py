@@ -75,9 +75,6 @@ class Linear(Batched):
             return self.batch_formula(leaves, axes, tree=tree, **params)
         return at_front(bind(self.primitive, tuple(map(tuple, whole)), **params))
 
-    def jvp(self, primals: Any, dots: Any, **params: Any) -> Any:
-        return self.jvp_of_formula(primals, dots, **params)
-
     def transpose(self, cotangents: Any, *leaves: Any, tree: Any, spec: RowSpec, with_sum: bool) -> list[Any]:
         saved, dots = self._operands(tree, leaves)
         wanted = {name: dot.aval for name, dot in dots._asdict().items() if ad.is_undefined_primal(dot)}

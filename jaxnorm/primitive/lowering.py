@@ -11,7 +11,7 @@ from jax.interpreters import mlir
 
 from jaxnorm.native import ffi
 from jaxnorm.primitive import fallback
-from jaxnorm.primitive.decide import Call, Platform, Program, cannot_compile, decide
+from jaxnorm.primitive.decide import Call, Platform, Program, decide, not_native
 from jaxnorm.primitive.op import Spec
 from jaxnorm.sharding import partition
 
@@ -60,7 +60,7 @@ def register(
             platform, asked = Platform.here(name), call(*ctx.avals_in, **params)
             how, why, stage = decide(platform, asked, Program.of(ctx))
             if how == "error":
-                raise cannot_compile(str(asked.native_for), name, str(why))
+                raise not_native(str(asked.native_for), f"cannot be compiled for {name}", str(why))
             if how == "split":
                 return partition.lower(name, primitive, ctx, *operands, in_place=bool(in_place), **params)
             if how == "native" and native is not None:
@@ -116,10 +116,3 @@ def replaced(function: Formula, ctx: Context, values: Values) -> tuple[Context, 
     """What jax.numpy makes of a call's operands, in their place in the program that is lowered."""
     avals = jax.make_jaxpr(function)(*ctx.avals_in).out_avals
     return ctx.replace(avals_in=avals), tuple(mlir.lower_fun(function)(ctx.replace(avals_out=avals), *values))
-
-
-class Inner(Call):
-    """A call that is only bound while another is lowered, about which is decided before."""
-
-    def __init__(self, platforms: tuple[str, ...], *, is_partitionable: bool) -> None:
-        self.platforms, self.is_partitionable = platforms, is_partitionable

@@ -112,10 +112,6 @@ def is_conditioned(op: AnyOp, spec: RowSpec, operands: Record) -> bool:
     return op.factor not in given and any(array.ndim > spec.row_ndim for array in given.values())
 
 
-def unknown_jax(_: Traced) -> str | None:
-    return compat.UNKNOWN
-
-
 def sharded_axes(call: Traced) -> str | None:
     if call.spec.shards is None:
         return None
@@ -172,7 +168,7 @@ def sharded_unlike_x(call: Traced) -> str | None:
 
 
 OF_CALL: tuple[Callable[[Traced], str | None], ...] = (
-    unknown_jax,
+    lambda _: compat.UNKNOWN,
     sharded_axes,
     axes_not_trailing,
     unknown_or_no_length,

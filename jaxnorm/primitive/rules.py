@@ -205,7 +205,9 @@ class Inner(Rules):
     platforms: tuple[str, ...] = ("cuda",)
 
     def call(self, *_: ShapedArray, **params: Hashable) -> Call:
-        return lowering.Inner(self.platforms, is_partitionable=self.dim_maps is not None)
+        call = Call()
+        call.platforms, call.is_partitionable = self.platforms, self.dim_maps is not None
+        return call
 
 
 class RowRules(Rules):
@@ -216,7 +218,6 @@ class RowRules(Rules):
     All weights of one primitive, tangents included, have the same batch dims, see `jaxnorm.primitive.weights`.
     """
 
-    jvp: Callable[..., Derived]
     transpose: Callable[..., Sequence[jax.Array | None]]
     dim_maps: Callable[..., CallMaps]
 
@@ -266,6 +267,8 @@ class RowRules(Rules):
             return self.formula(*leaves, **params)
 
         return self.primitive.bind(*primals, **params), tangents_jnp(formula, primals, dots)
+
+    jvp: Callable[..., Derived] = jvp_of_formula
 
     def jet(self, primals: Leaves, series: Sequence[Leaves], **params: Hashable) -> Any:
         """The rule of `jax.experimental.jet`: higher derivatives are the formula's."""

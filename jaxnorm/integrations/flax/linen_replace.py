@@ -1,7 +1,6 @@
 """How models of `flax.linen` get the layers of `jaxnorm.linen`: within contexts."""
 
 import contextlib
-import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -14,6 +13,7 @@ from jaxnorm.integrations import replacing
 from jaxnorm.integrations.flax import known_norms
 from jaxnorm.integrations.flax.linen_layers import Embed, GroupNorm, InstanceNorm, LayerNorm, RMSNorm
 from jaxnorm.integrations.flax.served import linen
+from jaxnorm.primitive.fallback import Around
 from jaxnorm.reports import Comparison, Path, Report
 
 # Flax's layers, and what computes a call of each.
@@ -34,11 +34,8 @@ Chosen = tuple[str | None, Callable[[], Any] | None] | None
 _changes = jax.make_user_context(())
 
 
-class Contexts(threading.local):
-    """The contexts of one kind, with the reports of those that are around here, from the outermost."""
-
-    def __init__(self) -> None:
-        self.reports: list[Report] = []
+class Contexts(Around):
+    """The contexts of one kind, by the reports of those that are around here."""
 
     @contextlib.contextmanager
     def __call__(self, choose: Callable[..., Chosen], done: str, key: Hashable) -> Iterator[Report]:
@@ -57,17 +54,13 @@ class Contexts(threading.local):
             report.add(path, cls, why)
             if compute is None:
                 return call(*args, **kwargs)
-            place = next(place for place, around in enumerate(self.reports) if around is report)
-            for within in self.reports[place + 1 :]:
-                within.add(path, cls, done)
+            place = next(place for place, around in enumerate(self.entries) if around is report)
+            for inner in self.entries[place + 1 :]:
+                inner.add(path, cls, done)
             return compute()
 
-        self.reports.append(report)
-        try:
-            with linen.intercept_methods(intercept), _changes((*_changes.value, key)):
-                yield report
-        finally:
-            self.reports.pop()
+        with self.within(report), linen.intercept_methods(intercept), _changes((*_changes.value, key)):
+            yield report
 
 
 _contexts = Contexts()

@@ -134,7 +134,7 @@ def segment_sum(
     if array is not None and not jnp.issubdtype(array.dtype, jnp.floating):
         _check_rows(name, array, numbers)
         if choice.forward.implementation == "native":
-            raise decide.cannot_serve(f"{name}{choice.forward.how}", f"data is {array.dtype}")
+            raise decide.not_native(f"{name}{choice.forward.how}", "cannot serve this call", f"data is {array.dtype}")
         return jax.ops.segment_sum(array, numbers, segments, indices_are_sorted=is_sorted)
     array = checks.check_array(name, "data", data)
     _check_rows(name, array, numbers)

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxnorm.native import ffi
+from jaxnorm.native import compat, ffi
 from jaxnorm.ops import speed
 from jaxnorm.ops.norm import formula
 from jaxnorm.ops.norm.formula import KINDS, STATISTICS, Kind, Norm, Operands, Results, Saved, Variables
@@ -209,7 +209,7 @@ class _Apply(Inner):
 
 
 MOMENTS, APPLY = _Moments("jaxnorm_moments"), _Apply("jaxnorm_apply")
-ffi.allow_export(TARGETS)
+compat.allow_export(TARGETS)
 
 
 def _backward_of_shard(
