@@ -256,24 +256,19 @@ def quantised(quantise: Callable[[Any], Quantized], kernel: Any) -> Quantized:
 
 def of_rows(function: str, name: str, given: Any) -> Quantization:
     """What is given for "kernels" or "inputs", or what a dtype stands for, with a scale for each row."""
-    quantization = _quantization(function, name, given)
+    quantization: Quantization = given
+    if not isinstance(given, Quantization):
+        try:
+            # Of an array numpy would take its dtype.
+            quantization = Quantization(jnp.dtype(given) if isinstance(given, (str, type, np.dtype)) else None)
+        except TypeError as error:
+            raise TypeError(
+                f"{function}: {name} must be a jaxnorm.Quantization, as {name}=jaxnorm.Quantization(jax.numpy.int8), "
+                f"or a dtype that it takes, got {given!r}."
+            ) from error
     if quantization.granularity != "token":
         why = "an output" if name == "kernels" else "a row of the input"
         raise ValueError(
             f"{function}: {name} has granularity={quantization.granularity!r}, expected 'token', a scale for {why}."
         )
     return quantization
-
-
-def _quantization(function: str, name: str, given: Any) -> Quantization:
-    """What is given, or what a dtype stands for."""
-    if isinstance(given, Quantization):
-        return given
-    try:
-        # Of an array numpy would take its dtype.
-        return Quantization(jnp.dtype(given) if isinstance(given, (str, type, np.dtype)) else None)
-    except TypeError as error:
-        example = f"{name}=jaxnorm.Quantization(jax.numpy.int8)"
-        raise TypeError(
-            f"{function}: {name} must be a jaxnorm.Quantization, as {example}, or a dtype that it takes, got {given!r}."
-        ) from error

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -51,29 +52,21 @@ class Formula:
             return served.SPLIT_OTHERWISE
         return replacing.why_dtypes(x.dtype, *(value.dtype for value in parameters.values()))
 
-    def keywords(self) -> dict[str, Any]:
-        """The options of the function, but for the dtype of its result."""
-        names = ["epsilon", "scale_offset", *(["gate_first"] if self.is_gated else [])]
-        given = {name: getattr(self, name) for name in names}
-        return given if self.is_gated else given | {"multiply_before_cast": self.multiply_before_cast}
-
-    def result_dtype(self, x: Any, scale: Any) -> Any:
-        """That of the result for those of x and the scale."""
-        out = jnp.dtype(self.out_dtype or x)
-        return jnp.promote_types(out, scale) if self.with_scale and scale is not None else out
-
-    @property
-    def is_gated(self) -> bool:
-        return self.function == "gated_rms_norm"
-
     def arguments(self, dtype: Any, parameters: Mapping[str, jax.Array]) -> tuple[jax.Array | None, dict[str, Any]]:
         """The scale and all keywords of the function for x of this dtype."""
-        scale, keywords = None if self.scale is None else parameters[self.scale], self.keywords()
-        # The result's dtype is that of the scale as it is used.
-        scale = scale if scale is None or self.scale_dtype is None else scale.astype(self.scale_dtype)
-        if scale is not None and self.rounds_sum:
-            scale, keywords = scale + self.scale_offset, keywords | {"scale_offset": 0.0}
-        return scale, keywords | {"out_dtype": self.result_dtype(dtype, None if scale is None else scale.dtype)}
+        own = "gate_first" if self.function == "gated_rms_norm" else "multiply_before_cast"
+        keywords = {name: getattr(self, name) for name in ("epsilon", "scale_offset", own)}
+        keywords["out_dtype"] = jnp.dtype(self.out_dtype or dtype)
+        if self.scale is None:
+            return None, keywords
+        scale = parameters[self.scale]
+        if self.scale_dtype is not None:
+            scale = scale.astype(self.scale_dtype)
+        if self.rounds_sum:
+            scale, keywords["scale_offset"] = scale + self.scale_offset, 0.0
+        if self.with_scale:  # as it is used
+            keywords["out_dtype"] = jnp.promote_types(keywords["out_dtype"], scale.dtype)
+        return scale, keywords
 
     def compute(self, arrays: Sequence[jax.Array], parameters: Mapping[str, jax.Array], **options: Any) -> jax.Array:
         """The function of x, or of x and a gate."""
@@ -143,27 +136,18 @@ Formulas = tuple[Formula | None, Formula | None]
 HALVES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 
 
-def _rms(scale: str, epsilon: Any, offset: float = 0.0) -> Callable[[Any], Formulas]:
-    """All in float32, and rounded to x's dtype at the end. `epsilon` is a number, or the name of an attribute."""
-
-    def formulas(norm: Any) -> Formulas:
-        value = getattr(norm, epsilon) if isinstance(epsilon, str) else epsilon
-        return Formula(function="rms_norm", scale=scale, epsilon=value, scale_offset=offset), None
-
-    return formulas
+def _rms(norm: Any, scale: str, offset: float = 0.0) -> Formulas:
+    """All in float32, and rounded to x's dtype at the end."""
+    return Formula(function="rms_norm", scale=scale, epsilon=norm.eps, scale_offset=offset), None
 
 
-def _hub(offset: float) -> Callable[[Any], Formulas]:
+def _hub(norm: Any, offset: float = 0.0) -> Formulas:
     """x_hat is rounded to the module's dtype, and the product has that one, promoted by the weight's."""
-
-    def formulas(norm: Any) -> Formulas:
-        dtype = jnp.dtype(norm.dtype)
-        rounded: dict[str, Any] = {"multiply_before_cast": False, "dtypes": (dtype,)} if dtype in HALVES else {}
-        epsilon = norm.config.rms_norm_eps
-        options: dict[str, Any] = {"scale_offset": offset, "rounds_sum": True, "out_dtype": dtype, "with_scale": True}
-        return Formula(function="rms_norm", scale="weight", epsilon=epsilon, **options, **rounded), None
-
-    return formulas
+    dtype = jnp.dtype(norm.dtype)
+    rounded: dict[str, Any] = {"multiply_before_cast": False, "dtypes": (dtype,)} if dtype in HALVES else {}
+    epsilon = norm.config.rms_norm_eps
+    options: dict[str, Any] = {"scale_offset": offset, "rounds_sum": True, "out_dtype": dtype, "with_scale": True}
+    return Formula(function="rms_norm", scale="weight", epsilon=epsilon, **options, **rounded), None
 
 
 def _t5(norm: Any) -> Formulas:
@@ -200,16 +184,16 @@ def _mamba2(norm: Any) -> Formulas:
 
 
 KNOWN: dict[str, Callable[[Any], Formulas | str]] = {
-    "transformers.models.llama.modeling_flax_llama.FlaxLlamaRMSNorm": _hub(0.0),
-    "transformers.models.mistral.modeling_flax_mistral.FlaxMistralRMSNorm": _hub(0.0),
-    "transformers.models.gemma.modeling_flax_gemma.FlaxGemmaRMSNorm": _hub(1.0),
+    "transformers.models.llama.modeling_flax_llama.FlaxLlamaRMSNorm": _hub,
+    "transformers.models.mistral.modeling_flax_mistral.FlaxMistralRMSNorm": _hub,
+    "transformers.models.gemma.modeling_flax_gemma.FlaxGemmaRMSNorm": partial(_hub, offset=1.0),
     "transformers.models.t5.modeling_flax_t5.FlaxT5LayerNorm": _t5,
     "transformers.models.longt5.modeling_flax_longt5.FlaxLongT5LayerNorm": _t5,
     "gemma.gm.nn._layers.RMSNorm": _gemma,
     "maxtext.layers.normalizations.RMSNorm": _maxtext,
-    "bonsai.models.gemma3.modeling.Gemma3RMSNorm": _rms("scale", "eps", 1.0),
+    "bonsai.models.gemma3.modeling.Gemma3RMSNorm": partial(_rms, scale="scale", offset=1.0),
     "bonsai.models.mamba2.modeling.RMSNorm": _mamba2,
-    "bonsai.models.qwen3_vl.modeling.RMSNorm": _rms("weight", "eps"),
+    "bonsai.models.qwen3_vl.modeling.RMSNorm": partial(_rms, scale="weight"),
 }
 
 
