@@ -10,24 +10,12 @@ import jax.numpy as jnp
 from jax.interpreters import ad, mlir
 
 from jaxnorm.native import ffi
-from jaxnorm.primitive import lowering, weights
+from jaxnorm.primitive import lowering, rules, weights
 from jaxnorm.primitive.addend import add
 from jaxnorm.primitive.batching import Batched
 from jaxnorm.primitive.linear import Linear
 from jaxnorm.primitive.op import AnyOp, Record, RowSpec, Statistics, rows_and_cols
 from jaxnorm.primitive.reasons import RowCall
-from jaxnorm.primitive.rules import (
-    all_none,
-    at_front,
-    bind,
-    drop_unread,
-    has,
-    leaves_of,
-    named,
-    no_tangent,
-    present,
-    tangents_jnp,
-)
 from jaxnorm.sharding import dims
 from jaxnorm.sharding.dims import CallMaps
 
@@ -40,12 +28,12 @@ def _without(spec: RowSpec, results: Record) -> Any:
 class Forward(Batched):
     def __init__(self, op: AnyOp, linear: Linear | None) -> None:
         super().__init__(op, "forward")
-        drop_unread(self.primitive, self._without_unread)
+        rules.drop_unread(self.primitive, self._without_unread)
         self._results_tree = functools.lru_cache(maxsize=4096)(self._tree_of_results)
         self._linear: Any = linear  # None only where nothing asks for it
 
     def bind(self, spec: RowSpec, operands: Record, *, with_stats: bool = False) -> tuple[Any, Statistics]:
-        values = bind(self.primitive, tuple(operands), spec=spec, with_stats=with_stats)
+        values = rules.bind(self.primitive, tuple(operands), spec=spec, with_stats=with_stats)
         tree = self._results_tree(spec, jax.tree.map(jax.typeof, operands))
         return jax.tree.unflatten(tree, values[: tree.num_leaves]), tuple(values[tree.num_leaves :])
 
@@ -113,7 +101,10 @@ class Forward(Batched):
             # that lives on: where a derivative follows it does, as the sum that the backward of the op before this one
             # wants.
             aliases={} if with_stats else self._in_place(spec, operands),
-            attributes={**native.forward(spec, operands), **has("has_", operands, (self.op.factor, *self.op.later))},
+            attributes={
+                **native.forward(spec, operands),
+                **rules.has("has_", operands, (self.op.factor, *self.op.later)),
+            },
         )
         if carrier is None:
             return values
@@ -122,7 +113,7 @@ class Forward(Batched):
     def _as_read(self, spec: RowSpec, tree: Any, *leaves: Any) -> list[Any]:
         """The operands as a kernel reads them: beside a factor all weights are of one type, and so written out here."""
         operands = self._operands(tree, leaves)
-        given = {name: array for name, array in leaves_of(operands) if self.is_weight(name)}
+        given = {name: array for name, array in rules.leaves_of(operands) if self.is_weight(name)}
         if self.op.factor in given:
             read = weights.of_one_type(jax.typeof(operands[0]), spec.row_ndim, list(given.values()))
             operands = operands._replace(**dict(zip(given, read, strict=True)))
@@ -131,7 +122,7 @@ class Forward(Batched):
     def _place_of_carrier(self, spec: RowSpec, operands: Record) -> int | None:
         """Where among the results the one stands that no kernel writes."""
         convention = self.op.convention
-        names = [name for name, _ in leaves_of(self._types(spec, operands))]
+        names = [name for name, _ in rules.leaves_of(self._types(spec, operands))]
         return names.index(convention.carrier) if convention and convention.carrier in names else None
 
     def call(self, *types: Any, tree: Any, spec: RowSpec, with_stats: bool) -> RowCall:
@@ -142,7 +133,7 @@ class Forward(Batched):
         return getattr(operands, self.op.addend) if self.op.addend else None
 
     def _in_place(self, spec: RowSpec, operands: Record) -> dict[int, int]:
-        given, results = ([name for name, _ in leaves_of(a)] for a in (operands, self._types(spec, operands)))
+        given, results = ([name for name, _ in rules.leaves_of(a)] for a in (operands, self._types(spec, operands)))
         pairs = self.op.in_place.items()
         return {given.index(a): results.index(b) for a, b in pairs if a in given and b in results}
 
@@ -151,7 +142,7 @@ class Forward(Batched):
     ) -> Any:
         """The parameters of a call that gives no result which nobody reads, and which results it gives."""
         operands = self._operands(params["tree"], types)
-        names = [name for name, _ in leaves_of(self._types(spec, operands))]
+        names = [name for name, _ in rules.leaves_of(self._types(spec, operands))]
         may_omit = self.op.may_omit(spec, operands)
         dropped = [name for name, read in zip(names, is_read, strict=False) if not read and name in may_omit]
         of_stats = is_read[len(names) :]
@@ -168,7 +159,7 @@ class Forward(Batched):
         rows = [axis for axis in range(ndim) if axis - ndim not in spec.axes]
         summed = [
             () if self.is_row(name) else tuple(axis for axis in rows if axis not in dim_map)
-            for (name, _), dim_map in zip(leaves_of(types), results, strict=True)
+            for (name, _), dim_map in zip(rules.leaves_of(types), results, strict=True)
         ]
         stats = self.op.statistics(spec, operands) if with_stats else []
         of_stats = [self.role("stats").dim_map(spec, ndim, array.shape) for array in stats]
@@ -184,7 +175,7 @@ class Forward(Batched):
         whole = self.batch_in_front(spec, [given], [batch]) if one_call else None
         if whole is None or self.is_scattered(whole[0]):
             return self.batch_formula(leaves, axes, tree=tree, **params)
-        return at_front(bind(self.primitive, tuple(whole[0]), **params))
+        return rules.at_front(rules.bind(self.primitive, tuple(whole[0]), **params))
 
     def jvp(self, primals: Any, dots: Any, *, tree: Any, spec: RowSpec, with_stats: bool) -> tuple[Any, Any]:
         operands = self._operands(tree, primals)
@@ -194,14 +185,17 @@ class Forward(Batched):
         results_dot, stats_dot = self.tangents(spec, operands, results, stats, moving)
         results, results_dot = _without(given, results), _without(given, results_dot)
         if not with_stats:
-            return present(results), present(results_dot)
+            return rules.present(results), rules.present(results_dot)
         # Only a second derivative comes here.
-        return [*present(results), *stats], [*present(results_dot), *stats_dot()]
+        return [*rules.present(results), *stats], [*rules.present(results_dot), *stats_dot()]
 
     def named(self, results: Record, stats: Statistics) -> tuple[Any, Statistics]:
         """The results and the statistics, known to `jax.checkpoint`'s policies."""
-        fields = {name: named("sum" if name == "sum" else "result", [array])[0] for name, array in leaves_of(results)}
-        return results._replace(**fields), tuple(named("statistics", stats))
+        fields = {
+            name: rules.named("sum" if name == "sum" else "result", [array])[0]
+            for name, array in rules.leaves_of(results)
+        }
+        return results._replace(**fields), tuple(rules.named("statistics", stats))
 
     def tangents(
         self, spec: RowSpec, operands: Record, results: Record, stats: Statistics, dots: Record
@@ -214,7 +208,11 @@ class Forward(Batched):
             results_dot, of_stats = self._true_tangents(spec, operands, results, stats, dots)
         else:
             results_dot, of_stats = self.op.convention.tangents(spec, operands, results, stats, dots)
-        zeros = {name: no_tangent(array) for name, array in leaves_of(results) if getattr(results_dot, name) is None}
+        zeros = {
+            name: rules.no_tangent(array)
+            for name, array in rules.leaves_of(results)
+            if getattr(results_dot, name) is None
+        }
         return results_dot._replace(**zeros), of_stats
 
     def _true_tangents(
@@ -232,7 +230,7 @@ class Forward(Batched):
         if with_sum:
             operands = self._without_addend(operands, results.sum)
             dots = self._without_addend(dots, variables[0])
-        return results_dot, lambda: tangents_jnp(statistics, operands, dots)
+        return results_dot, lambda: rules.tangents_jnp(statistics, operands, dots)
 
     @staticmethod
     def _add(spec: RowSpec, x: jax.Array, addend: jax.Array, factor: jax.Array | None = None) -> jax.Array:
@@ -269,7 +267,7 @@ class Forward(Batched):
             add_up: Callable[..., Any] = functools.partial(self._add, spec)
             if self.op.factor in given:  # or the product would keep x in float32
                 add_up = jax.checkpoint(add_up, prevent_cse=False)
-            moving[x] = None if all_none(of_given) else tangents_jnp(add_up, list(given.values()), of_given)
+            moving[x] = None if rules.all_none(of_given) else rules.tangents_jnp(add_up, list(given.values()), of_given)
         variables = self._linear.derivative.variables
         return variables(**{name: moving[name] for name in variables._fields})
 

@@ -10,20 +10,7 @@ from jax import lax
 
 from jaxnorm.native import compat
 from jaxnorm.ops import checks
-from jaxnorm.ops.cross_entropy import linear
-from jaxnorm.ops.cross_entropy.checks import (
-    Labels,
-    check_axes,
-    check_bias,
-    check_ignore_index,
-    check_kernel,
-    check_labels,
-    check_row_weights,
-    check_share,
-    check_soft_cap,
-    check_where,
-    in_one_axis,
-)
+from jaxnorm.ops.cross_entropy import checks as own_checks, linear
 from jaxnorm.ops.cross_entropy.formula import IGNORED, CrossEntropy, Operands, loss, without
 from jaxnorm.ops.cross_entropy.op import CROSS_ENTROPY, count_of, exchanged, labels_of_shard, times
 from jaxnorm.ops.logits import check_logit_scale
@@ -49,11 +36,11 @@ class LossOptions(NamedTuple):
         cls, function: str, label_smoothing: object, z_loss: object, scale: object, soft_cap: object, ignored: object
     ) -> "LossOptions":
         return cls(
-            check_share(function, "label_smoothing", label_smoothing),
+            own_checks.check_share(function, "label_smoothing", label_smoothing),
             checks.check_not_negative(function, "z_loss", z_loss, "0 is without it"),
             check_logit_scale(function, scale),
-            check_soft_cap(function, soft_cap),
-            check_ignore_index(function, ignored),
+            own_checks.check_soft_cap(function, soft_cap),
+            own_checks.check_ignore_index(function, ignored),
         )
 
 
@@ -102,13 +89,13 @@ def softmax_cross_entropy_with_integer_labels(
     checks.check_order(name, "labels", labels, logits=logits)
     logits = checks.check_x(name, logits, "logits")
     options = LossOptions.of(name, label_smoothing, z_loss, logit_scale, soft_cap, ignore_index)
-    axes = check_axes(name, axis, logits)
-    labels = check_labels(name, labels, logits, axes, options.ignore_index)
-    where = check_where(name, where, logits, axes)
+    axes = own_checks.check_axes(name, axis, logits)
+    labels = own_checks.check_labels(name, labels, logits, axes, options.ignore_index)
+    where = own_checks.check_where(name, where, logits, axes)
     at = axes[0]
     if len(axes) > 1:
         at, shape = -1, logits.shape
-        logits, where = (a if a is None else in_one_axis(a, axes, shape) for a in (logits, where))
+        logits, where = (a if a is None else own_checks.in_one_axis(a, axes, shape) for a in (logits, where))
     labels = jax.tree.map(lambda array: jnp.expand_dims(array, at), labels)
     where = where if where is None else fitted(name, where, logits, (at,))
     shards = checks.check_axis_name(name, axis_name)
@@ -119,7 +106,7 @@ def softmax_cross_entropy_with_integer_labels(
 def _losses_of(
     function: str,
     logits: jax.Array,
-    labels: Labels,
+    labels: own_checks.Labels,
     where: jax.Array | None,
     axis: int,
     shards: Shards | None,
@@ -253,12 +240,12 @@ def linear_cross_entropy(
     choice = checks.check_implementation(name, implementation)
     checks.check_order(name, "labels", labels, x=x, kernel=kernel)
     x = checks.check_x(name, x)
-    kernel = check_kernel(name, kernel, x)
+    kernel = own_checks.check_kernel(name, kernel, x)
     options = LossOptions.of(name, label_smoothing, z_loss, logit_scale, soft_cap, ignore_index)
-    labels = check_labels(name, labels, x, (-1,), options.ignore_index, "x")
-    bias = check_bias(name, bias, kernel)
-    where = check_where(name, where, jax.ShapeDtypeStruct((*x.shape[:-1], kernel.shape[1]), x.dtype), (-1,))
-    weights = check_row_weights(name, row_weights, x, kernel)
+    labels = own_checks.check_labels(name, labels, x, (-1,), options.ignore_index, "x")
+    bias = own_checks.check_bias(name, bias, kernel)
+    where = own_checks.check_where(name, where, jax.ShapeDtypeStruct((*x.shape[:-1], kernel.shape[1]), x.dtype), (-1,))
+    weights = own_checks.check_row_weights(name, row_weights, x, kernel)
     if reduction not in get_args(Reduction):
         raise ValueError(f"{name}: unknown reduction {reduction!r}; expected 'mean', 'sum' or 'none'.")
     scale = options.logit_scale
@@ -302,7 +289,7 @@ class _Rows(NamedTuple):
         function: str,
         spec: linear.LinearCrossEntropy,
         x: jax.Array,
-        labels: Labels,
+        labels: own_checks.Labels,
         classes: int,
         weights: jax.Array | None,
         where: jax.Array | None,

@@ -13,32 +13,19 @@ from jaxnorm.ops.cross_entropy import formula
 from jaxnorm.ops.cross_entropy.formula import IGNORED, CrossEntropy, Operands, Results, Saved
 from jaxnorm.ops.logits import log_of_1_and, origin_of, several_axes, widened
 from jaxnorm.ops.mask import columns, only
+from jaxnorm.primitive import op
 from jaxnorm.primitive.family import Family
-from jaxnorm.primitive.op import (
-    BROADCAST,
-    LIKE_X,
-    STATISTIC,
-    BatchDims,
-    CallRows,
-    Derivative,
-    Dtype,
-    Native,
-    OnlyX,
-    Op,
-    Statistics,
-    statistics_of,
-)
 from jaxnorm.primitive.registry import Function, Request
 from jaxnorm.sharding import dims
 from jaxnorm.sharding.shards import Shards
 
 
 def _types(spec: CrossEntropy, operands: Operands) -> Results:
-    log_sum, label_logit, total, top = statistics_of(spec, operands.x, 4)
+    log_sum, label_logit, total, top = op.statistics_of(spec, operands.x, 4)
     return Results(log_sum, label_logit, total if spec.with_total else None, top if spec.with_top else None)
 
 
-def _slower(_: CrossEntropy, rows: CallRows) -> str | None:
+def _slower(_: CrossEntropy, rows: op.CallRows) -> str | None:
     """Of the gradient alone: it has no sum over a row, and XLA's one loop over its elements goes at the copy rate."""
     if rows.way == "forward":
         return None
@@ -59,7 +46,7 @@ def labels_of_shard(shards: Shards, labels: jax.Array, cols: int) -> jax.Array:
     return jnp.where(labels < 0, labels, labels - shards.index() * cols)
 
 
-def _forward_of_shard(spec: CrossEntropy, operands: Operands) -> tuple[Results, Statistics]:
+def _forward_of_shard(spec: CrossEntropy, operands: Operands) -> tuple[Results, op.Statistics]:
     """That of the device's shard, by the kernel, and an exchange of what it gives for each row."""
     assert spec.shards is not None
     whole, labels = _of_shard(spec, operands.x, operands.labels)
@@ -81,10 +68,10 @@ def _without_top(spec: CrossEntropy, shards: Shards, operands: Operands, results
 
 
 def _backward_of_shard(
-    spec: CrossEntropy, cotangents: Results, saved: Saved, wanted: OnlyX[Dtype], batch_dims: BatchDims
-) -> OnlyX[jax.Array]:
+    spec: CrossEntropy, cotangents: Results, saved: Saved, wanted: op.OnlyX[op.Dtype], batch_dims: op.BatchDims
+) -> op.OnlyX[jax.Array]:
     whole, labels = _of_shard(spec, saved.x, saved.labels)
-    gradients: OnlyX[jax.Array] = CROSS_ENTROPY.gradients(
+    gradients: op.OnlyX[jax.Array] = CROSS_ENTROPY.gradients(
         whole, cotangents, saved._replace(labels=labels), wanted, batch_dims
     )
     return gradients
@@ -158,32 +145,32 @@ def _labels(request: Request) -> ShapedArray:
 
 
 CROSS_ENTROPY = Family(
-    Op(
+    op.Op(
         name="cross_entropy",
         spec=CrossEntropy,
         operands=Operands,
         results=Results,
         roles={
-            "x": LIKE_X,
-            "labels": STATISTIC,
-            "where": BROADCAST,
-            "log_sum": STATISTIC,
-            "label_logit": STATISTIC,
-            "total": STATISTIC,
-            "top": STATISTIC,
+            "x": op.LIKE_X,
+            "labels": op.STATISTIC,
+            "where": op.BROADCAST,
+            "log_sum": op.STATISTIC,
+            "label_logit": op.STATISTIC,
+            "total": op.STATISTIC,
+            "top": op.STATISTIC,
         },
         types=_types,
         forward=formula.forward,
         statistics=lambda *_: [],
-        derivative=Derivative(
+        derivative=op.Derivative(
             saved=Saved,
-            variables=OnlyX,
+            variables=op.OnlyX,
             linear=formula.linear,
             backward=formula.backward,
             backward_of_shard=_backward_of_shard,
             in_place={"x": "x"},
         ),
-        native=Native(
+        native=op.Native(
             names=("jaxnorm_cross_entropy",),
             forward=lambda spec, operands: {
                 **_attributes(spec, operands),

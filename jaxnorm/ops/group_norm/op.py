@@ -16,20 +16,8 @@ from jaxnorm.ops.group_norm.formula import GroupNorm, Operands, Saved
 from jaxnorm.ops.norm import formula as layer
 from jaxnorm.ops.norm.formula import Norm
 from jaxnorm.ops.norm.op import NORM
+from jaxnorm.primitive import op
 from jaxnorm.primitive.family import Family
-from jaxnorm.primitive.op import (
-    BROADCAST_WEIGHT,
-    LIKE_X,
-    BatchDims,
-    CallRows,
-    Derivative,
-    Dtype,
-    Native,
-    OnlyY,
-    Op,
-    Statistics,
-    statistics_of,
-)
 from jaxnorm.primitive.reasons import is_trailing
 from jaxnorm.primitive.registry import Function, Request
 from jaxnorm.sharding import dims
@@ -45,11 +33,11 @@ FEW_WIDE = 2**20
 # (1, 64, 8, 8) and of (256, 32, 2, 2) in 32 groups: 0.8 of XLA's speed.
 LITTLE, SHORT_ROW = 2**13, 16
 
-ROLES = {"x": LIKE_X, "scale": BROADCAST_WEIGHT, "bias": BROADCAST_WEIGHT, "y": LIKE_X}
+ROLES = {"x": op.LIKE_X, "scale": op.BROADCAST_WEIGHT, "bias": op.BROADCAST_WEIGHT, "y": op.LIKE_X}
 
 
-def _types(norm: GroupNorm, operands: Operands) -> OnlyY:
-    return OnlyY(dims.like(operands.x, norm.out_dtype))
+def _types(norm: GroupNorm, operands: Operands) -> op.OnlyY:
+    return op.OnlyY(dims.like(operands.x, norm.out_dtype))
 
 
 def is_channels_first(norm: GroupNorm) -> bool:
@@ -67,7 +55,7 @@ def _no_channels(norm: GroupNorm, operands: Any) -> str | None:
     return "x has no channels" if operands[0].shape[groups] == 0 else None
 
 
-def _slower_with_channels_first(rows: CallRows) -> str | None:
+def _slower_with_channels_first(rows: op.CallRows) -> str | None:
     """Why kernels are slower than XLA's code.
 
     The kernel writes x_hat in float32 and XLA reads it again, so that with x and y 16 bytes move for an element of
@@ -82,7 +70,7 @@ def _slower_with_channels_first(rows: CallRows) -> str | None:
     return "XLA's code is faster for channels before positions, whose kernels leave what XLA multiplies in float32"
 
 
-def _slower(norm: GroupNorm, rows: CallRows) -> str | None:
+def _slower(norm: GroupNorm, rows: op.CallRows) -> str | None:
     """Kernels go down the positions of an example: of few, or none, they have little to do at once."""
     if is_channels_first(norm):
         return _slower_with_channels_first(rows)
@@ -140,47 +128,49 @@ def _of_rows(norm: GroupNorm) -> Norm:
     )
 
 
-def _forward_in_parts(norm: GroupNorm, operands: Operands, *, with_stats: bool) -> tuple[OnlyY, Statistics]:
+def _forward_in_parts(norm: GroupNorm, operands: Operands, *, with_stats: bool) -> tuple[op.OnlyY, op.Statistics]:
     """As the formula's, of which a kernel computes x_hat."""
     x, scale, bias = operands
     of_rows, stats = NORM.bind(_of_rows(norm), layer.Operands(x), with_stats=with_stats)
     z = layer.weighted(norm.wide, of_rows.y, scale, bias)
-    return OnlyY(FORMULAS[norm.activation].of(z).astype(norm.out_dtype)), stats
+    return op.OnlyY(FORMULAS[norm.activation].of(z).astype(norm.out_dtype)), stats
 
 
 def _backward_in_parts(
-    norm: GroupNorm, cotangents: OnlyY, saved: Saved, wanted: layer.Variables[Dtype], batch_dims: BatchDims
+    norm: GroupNorm, cotangents: op.OnlyY, saved: Saved, wanted: layer.Variables[op.Dtype], batch_dims: op.BatchDims
 ) -> layer.Variables[jax.Array]:
     """As the formula's, of which a kernel computes the gradient by x."""
     return formula.backward(norm, cotangents, saved, wanted, batch_dims, _gradient_of_x)
 
 
-def _gradient_of_x(norm: GroupNorm, dx_hat: jax.Array, x: jax.Array, stats: Statistics, wanted: Dtype) -> jax.Array:
-    of_rows: layer.Variables[Dtype] = layer.Variables(wanted)
+def _gradient_of_x(
+    norm: GroupNorm, dx_hat: jax.Array, x: jax.Array, stats: op.Statistics, wanted: op.Dtype
+) -> jax.Array:
+    of_rows: layer.Variables[op.Dtype] = layer.Variables(wanted)
     cotangents, saved = layer.Results(dx_hat), layer.Saved(x, stats)
     dx: jax.Array = NORM.gradients(_of_rows(norm), cotangents, saved, of_rows, ()).x
     return dx
 
 
 GROUP_NORM = Family(
-    Op(
+    op.Op(
         name="group_norm",
         spec=GroupNorm,
         operands=Operands,
-        results=OnlyY,
+        results=op.OnlyY,
         roles=ROLES,
         types=_types,
         forward=formula.forward,
         plain=formula.plain,
-        statistics=lambda norm, operands: statistics_of(norm, operands.x, 2),
-        derivative=Derivative(
+        statistics=lambda norm, operands: op.statistics_of(norm, operands.x, 2),
+        derivative=op.Derivative(
             saved=Saved,
             variables=layer.Variables,
             linear=formula.linear,
             backward=formula.backward,
             in_parts=lambda norm: _backward_in_parts if is_channels_first(norm) else None,
         ),
-        native=Native(
+        native=op.Native(
             names=("jaxnorm_group_norm",),
             forward=lambda norm, operands: _attributes(norm, operands) | {"epsilon": np.float32(norm.epsilon)},
             backward=_attributes,

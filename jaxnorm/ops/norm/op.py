@@ -18,21 +18,8 @@ from jaxnorm.ops import speed
 from jaxnorm.ops.norm import formula
 from jaxnorm.ops.norm.formula import KINDS, STATISTICS, Kind, Norm, Operands, Results, Saved, Variables
 from jaxnorm.ops.quantize import rounding
-from jaxnorm.primitive import registry, weights
+from jaxnorm.primitive import op, registry, weights
 from jaxnorm.primitive.family import Family
-from jaxnorm.primitive.op import (
-    LIKE_X,
-    WEIGHT,
-    BatchDims,
-    CallRows,
-    Derivative,
-    Dtype,
-    Native,
-    Op,
-    Role,
-    Statistics,
-    statistics_of,
-)
 from jaxnorm.primitive.registry import Function, Request
 from jaxnorm.primitive.rules import Inner
 from jaxnorm.sharding import dims
@@ -54,8 +41,10 @@ LONGEST = 2**18
 # faster with 512 x 1024, with 4 x 512 x 1024 no more.
 NARROW, FEW, FEW_CENTRED = 2**13, 2**18, 2**20
 # y, where it is padded, has a last axis of its own.
-PADDED = Role(lambda norm, ndim, _: dims.like_x(ndim) if norm.pad_to == 1 else (*range(ndim - 1), None))
-ROLES = dict.fromkeys(("x", ADDEND, "gate", "sum"), LIKE_X) | dict.fromkeys(("scale", "bias", BRANCH_SCALE), WEIGHT)
+PADDED = op.Role(lambda norm, ndim, _: dims.like_x(ndim) if norm.pad_to == 1 else (*range(ndim - 1), None))
+ROLES = dict.fromkeys(("x", ADDEND, "gate", "sum"), op.LIKE_X) | dict.fromkeys(
+    ("scale", "bias", BRANCH_SCALE), op.WEIGHT
+)
 ROLES["y"] = PADDED
 
 
@@ -76,7 +65,7 @@ def may_omit(norm: Norm, operands: Operands) -> tuple[str, ...]:
 
 
 def statistics_types(norm: Norm, operands: Any) -> list[Any]:
-    return statistics_of(norm, operands.x, STATISTICS[norm.kind])
+    return op.statistics_of(norm, operands.x, STATISTICS[norm.kind])
 
 
 def _per_head_weights(norm: Norm, operands: Operands) -> str | None:
@@ -111,7 +100,7 @@ def plan(norm: Norm, operands: Any) -> dict[str, Any]:
     return {"kind": norm.kind, "gated": "first" if norm.gate_first else "last"}
 
 
-def _fused(norm: Norm, rows: CallRows) -> str | None:
+def _fused(norm: Norm, rows: op.CallRows) -> str | None:
     """Why XLA's code is faster in a forward pass, if it is, which fuses it with what is around it."""
     if rows.platform != "cuda" or rows.way != "forward" or rows.differentiated or rows.cols > NARROW:
         return None
@@ -126,7 +115,7 @@ def _fused(norm: Norm, rows: CallRows) -> str | None:
     return f"XLA's code is faster for {name} {which} where no gradient is taken, as it fuses it with its neighbours"
 
 
-def _slower(norm: Norm, rows: CallRows) -> str | None:
+def _slower(norm: Norm, rows: op.CallRows) -> str | None:
     if norm.x_hat_dtype is not None and rows.way == "forward" and rows.platform == "cuda":
         return f"XLA's code rounds x_hat to {norm.x_hat_dtype} and multiplies it in one pass, a kernel and XLA in two"
     if (fused := _fused(norm, rows)) is not None or speed.vectors_divide(rows):
@@ -157,7 +146,7 @@ def _has_kernels(norm: Norm, x: jax.Array) -> bool:
     return norm.compute_dtype == np.float32 and NORM.why_not(norm.whole(), Operands(jax.typeof(x))) is None
 
 
-def _forward_of_shard(norm: Norm, operands: Operands) -> tuple[Results, Statistics]:
+def _forward_of_shard(norm: Norm, operands: Operands) -> tuple[Results, op.Statistics]:
     """y, the sum where there is an addend, and the statistics of whole rows, of which x is a shard."""
     x, addend, scale, bias, _ = operands
     has_kernels = _has_kernels(norm, x if addend is None else addend)
@@ -179,7 +168,7 @@ def _forward_of_shard(norm: Norm, operands: Operands) -> tuple[Results, Statisti
 
 class _Moments(Inner):
     def abstract(self, *types: Any, norm: Norm) -> list[Any]:
-        return statistics_of(norm, types[0], STATISTICS[norm.kind])
+        return op.statistics_of(norm, types[0], STATISTICS[norm.kind])
 
     def formula(self, *operands: jax.Array, norm: Norm) -> list[jax.Array]:
         return list(formula.moments(norm, *operands))
@@ -213,7 +202,7 @@ compat.allow_export(TARGETS)
 
 
 def _backward_of_shard(
-    norm: Norm, cotangents: Results, saved: Saved, wanted: Variables[Dtype], batch_dims: BatchDims
+    norm: Norm, cotangents: Results, saved: Saved, wanted: Variables[op.Dtype], batch_dims: op.BatchDims
 ) -> Variables[jax.Array]:
     """The formula for dx, which needs an exchange, and the kernel for the others, which need none."""
     of_weights = wanted._replace(x=None)
@@ -227,14 +216,14 @@ def _backward_of_shard(
     return Variables(dx, sums.scale, sums.bias)
 
 
-def _in_parts(norm: Norm) -> Callable[..., tuple[Results, Statistics]] | None:
+def _in_parts(norm: Norm) -> Callable[..., tuple[Results, op.Statistics]] | None:
     """The norm where x_hat is rounded to another dtype than y: a kernel gives that, and XLA multiplies."""
     rounded_to = norm.x_hat_dtype
     if rounded_to is None:
         return None
     spec = dataclasses.replace(norm, out_dtype=rounded_to, x_hat_dtype=None, multiply_before_cast=True, pad_to=1)
 
-    def forward(_: Norm, operands: Operands, *, with_stats: bool) -> tuple[Results, Statistics]:
+    def forward(_: Norm, operands: Operands, *, with_stats: bool) -> tuple[Results, op.Statistics]:
         results, stats = NORM.bind(spec, operands._replace(scale=None, bias=None), with_stats=with_stats)
         return results._replace(y=formula.weighted(norm, results.y, operands.scale, operands.bias)), stats
 
@@ -262,7 +251,7 @@ def requested(kind: Kind, *, adds: bool = False) -> Callable[[Request], tuple[No
 registry.add_types(GatedNorm=Norm, QuantizedNorm=Norm)
 
 NORM = Family(
-    Op(
+    op.Op(
         name="norm",
         spec=Norm,
         operands=Operands,
@@ -271,7 +260,7 @@ NORM = Family(
         types=_types,
         forward=formula.forward,
         plain=formula.plain,
-        derivative=Derivative(
+        derivative=op.Derivative(
             saved=Saved,
             variables=Variables,
             linear=formula.linear,
@@ -279,7 +268,7 @@ NORM = Family(
             backward_of_shard=_backward_of_shard,
         ),
         statistics=statistics_types,
-        native=Native(
+        native=op.Native(
             names=tuple(f"jaxnorm_{kind}_norm" for kind in KINDS),
             which=target,
             forward=lambda norm, operands: {

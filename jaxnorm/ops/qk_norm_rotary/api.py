@@ -6,18 +6,7 @@ from jaxnorm.ops import checks
 from jaxnorm.ops.misuse import explained
 from jaxnorm.ops.norm.checks import of_every_norm
 from jaxnorm.ops.options import Implementation
-from jaxnorm.ops.qk_norm_rotary.checks import (
-    Beside,
-    Rotation,
-    angles_of,
-    check_counts,
-    check_k,
-    check_normalize,
-    check_packed,
-    check_rotation,
-    check_scale,
-    check_tokens,
-)
+from jaxnorm.ops.qk_norm_rotary import checks as own_checks
 from jaxnorm.ops.qk_norm_rotary.formula import Operands, QKNormRotary
 from jaxnorm.ops.qk_norm_rotary.op import QK_NORM_ROTARY
 from jaxnorm.ops.qk_norm_rotary.packed import QKV_NORM_ROTARY, Operands as PackedOperands, QKVNormRotary
@@ -73,14 +62,14 @@ def qk_norm_rotary(
     """
     name = "qk_norm_rotary"
     choice = checks.check_implementation(name, implementation)
-    tokens = check_tokens(name, q, heads_axis)
-    q, k = tokens.x, check_k(name, k, tokens)
-    norm = check_normalize(name, normalize)
+    tokens = own_checks.check_tokens(name, q, heads_axis)
+    q, k = tokens.x, own_checks.check_k(name, k, tokens)
+    norm = own_checks.check_normalize(name, normalize)
     of_k = tokens._replace(x=k, name="k")
-    q_scale = check_scale(name, "q_scale", q_scale, q.shape[tokens.heads_axis], tokens, norm)
-    k_scale = check_scale(name, "k_scale", k_scale, k.shape[tokens.heads_axis], of_k, norm)
-    given = Rotation(positions, cos, sin, theta, frequencies, rotary_dim, interleaved)
-    rotation = check_rotation(name, given, tokens)
+    q_scale = own_checks.check_scale(name, "q_scale", q_scale, q.shape[tokens.heads_axis], tokens, norm)
+    k_scale = own_checks.check_scale(name, "k_scale", k_scale, k.shape[tokens.heads_axis], of_k, norm)
+    given = own_checks.Rotation(positions, cos, sin, theta, frequencies, rotary_dim, interleaved)
+    rotation = own_checks.check_rotation(name, given, tokens)
     spec = QKNormRotary(
         norm=norm,
         heads_axis=tokens.heads_axis,
@@ -88,7 +77,7 @@ def qk_norm_rotary(
         interleaved=rotation.interleaved,
         **of_every_norm(name, choice, epsilon, scale_offset, q.dtype, (q, k, q_scale, k_scale, *rotation.tables)),
     )
-    operands = Operands(q, k, q_scale, k_scale, **angles_of(name, rotation, tokens, spec.compute_dtype))
+    operands = Operands(q, k, q_scale, k_scale, **own_checks.angles_of(name, rotation, tokens, spec.compute_dtype))
     return QK(*QK_NORM_ROTARY(spec, operands, choice.implementation))
 
 
@@ -139,13 +128,13 @@ def qkv_norm_rotary(
     """
     name = "qkv_norm_rotary"
     choice = checks.check_implementation(name, implementation)
-    counts = check_counts(name, heads, kv_heads)
-    given = Rotation(positions, cos, sin, theta, frequencies, rotary_dim, interleaved)
-    tokens = check_packed(name, qkv, counts, Beside(q_scale, k_scale, given))
-    x, norm = tokens.x, check_normalize(name, normalize)
-    q_scale = check_scale(name, "q_scale", q_scale, counts.q, tokens, norm)
-    k_scale = check_scale(name, "k_scale", k_scale, counts.kv, tokens, norm)
-    rotation = check_rotation(name, given, tokens)
+    counts = own_checks.check_counts(name, heads, kv_heads)
+    given = own_checks.Rotation(positions, cos, sin, theta, frequencies, rotary_dim, interleaved)
+    tokens = own_checks.check_packed(name, qkv, counts, own_checks.Beside(q_scale, k_scale, given))
+    x, norm = tokens.x, own_checks.check_normalize(name, normalize)
+    q_scale = own_checks.check_scale(name, "q_scale", q_scale, counts.q, tokens, norm)
+    k_scale = own_checks.check_scale(name, "k_scale", k_scale, counts.kv, tokens, norm)
+    rotation = own_checks.check_rotation(name, given, tokens)
     spec = QKVNormRotary(
         norm=norm,
         heads=counts.q,
@@ -154,7 +143,7 @@ def qkv_norm_rotary(
         interleaved=rotation.interleaved,
         **of_every_norm(name, choice, epsilon, scale_offset, x.dtype, (x, q_scale, k_scale, *rotation.tables)),
     )
-    operands = PackedOperands(x, q_scale, k_scale, **angles_of(name, rotation, tokens, spec.compute_dtype))
+    operands = PackedOperands(x, q_scale, k_scale, **own_checks.angles_of(name, rotation, tokens, spec.compute_dtype))
     results = QKV_NORM_ROTARY(spec, operands, choice.implementation)
     assert results.v_out is not None
     return QKV(results.q_out, results.k_out, results.v_out)
