@@ -61,7 +61,6 @@ def library_of(model: object) -> str | None:
 
 
 def check_custom(function: str, custom: object, module: type) -> Custom:
-    """custom as a mapping from subclasses of `module` to functions."""
     if custom is None:
         return {}
     if isinstance(custom, str):
@@ -93,7 +92,6 @@ def check_custom(function: str, custom: object, module: type) -> Custom:
 
 
 def check_compared(model: object, loss: object) -> None:
-    """An error where `compare_layers` gets a model of another library than Flax, or a loss that is no function."""
     library = library_of(model)
     if library in BY_HAND:
         raise TypeError(

@@ -134,7 +134,6 @@ def around(function: str) -> Choice:
 
 
 def context() -> Context:
-    """The choice here."""
     here: Context = _context.value
     return here
 

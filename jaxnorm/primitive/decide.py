@@ -39,8 +39,6 @@ class Platform(NamedTuple):
 
 
 class Program(NamedTuple):
-    """What a program that a call is lowered in is like."""
-
     is_split: bool = False  # over devices, by XLA
     has_partitioner: bool = True  # XLA's, which asks how to split a call
     has_lengths: bool = True  # all lengths of the call's operands are known

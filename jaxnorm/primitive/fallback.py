@@ -26,8 +26,6 @@ source_info = private.module("jax._src.source_info_util")
 
 
 class Line(NamedTuple):
-    """A line of a program."""
-
     file: str
     number: int
     function: str

@@ -105,10 +105,7 @@ class Family(Generic[S, O, R]):
     def tangents(
         self, spec: S, operands: O, results: R, stats: Statistics, dots: O
     ) -> tuple[R, Callable[[], Sequence[Any]]]:
-        """The tangents of the results, zeros among them, and as a function those of the statistics.
-
-        dots are the tangents of the operands, of which None is zero and not all are.
-        """
+        """As `Forward.tangents`."""
         return self._forward.tangents(spec, operands, results, stats, dots)
 
     def gradients(self, spec: S, cotangents: R, saved: Record, wanted: Any, batch_dims: BatchDims) -> Any:

@@ -48,7 +48,6 @@ class Forward(Batched):
         return self.op.operands(*jax.tree.unflatten(tree, values))
 
     def _tree_of_results(self, spec: RowSpec, types: Any) -> Any:
-        """Which results there are, for operands of these types."""
         return jax.tree.structure(self._types(spec, types))
 
     def _types(self, spec: RowSpec, operands: Record) -> Any:
@@ -190,7 +189,6 @@ class Forward(Batched):
         return [*rules.present(results), *stats], [*rules.present(results_dot), *stats_dot()]
 
     def named(self, results: Record, stats: Statistics) -> tuple[Any, Statistics]:
-        """The results and the statistics, known to `jax.checkpoint`'s policies."""
         fields = {
             name: rules.named("sum" if name == "sum" else "result", [array])[0]
             for name, array in rules.leaves_of(results)

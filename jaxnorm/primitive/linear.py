@@ -49,7 +49,6 @@ class Linear(Batched):
         return dots._replace(**dict(zip(absent, map(ad.instantiate_zeros, zeros), strict=True)))
 
     def _types(self, spec: RowSpec, saved: Record, dots: Record, *, with_sum: bool) -> Any:
-        """Those of the results, from the types of what is saved, and of the tangents of what is not."""
         x, *others = self.op.operands._fields
         given = {x: saved[0]} | {name: getattr(saved, name, None) for name in others}
         given |= {name: getattr(dots, name) for name in self.derivative.unsaved(spec)}

@@ -101,7 +101,6 @@ def _in_place_on_one_platform(
 
 
 def register_formula(primitive: Primitive, formula: Formula) -> None:
-    """Lowers a primitive to its formula everywhere."""
     mlir.register_lowering(primitive, mlir.lower_fun(formula))
 
 

@@ -69,7 +69,6 @@ class Formula:
         return scale, keywords
 
     def compute(self, arrays: Sequence[jax.Array], parameters: Mapping[str, jax.Array], **options: Any) -> jax.Array:
-        """The function of x, or of x and a gate."""
         scale, keywords = self.arguments(arrays[0].dtype, parameters)
         return FUNCTIONS[self.function](*arrays, scale, **keywords | options)
 

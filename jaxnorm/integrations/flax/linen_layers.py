@@ -39,7 +39,6 @@ class _Options(linen.Module):
 
 
 def _arguments(x: Any, *, mask: jax.Array | None = None) -> tuple[jax.Array, jax.Array | None]:
-    """The arguments of a call of Flax's norms."""
     return jnp.asarray(x), mask
 
 
@@ -88,8 +87,6 @@ class LayerNorm(_Rows, linen.LayerNorm):
 
 
 class _Add(linen.Module):
-    """Adds a residual before a norm."""
-
     @linen.compact
     def __call__(
         self, x: jax.Array, residual: jax.Array, *, mask: jax.Array | None = None, **of_sum: Unpack[calls.OfSum]
@@ -166,8 +163,6 @@ class QKNormRotary(_Options, kw_only=True):
 
 
 class _Quantized(linen.Module, kw_only=True):
-    """Quantises the result of a norm."""
-
     quantization: Quantization
     straight_through: bool = False
 

@@ -129,7 +129,6 @@ def function_axes(module: Any, x: jax.Array, mask: object, what: str) -> tuple[i
 
 
 def not_served(module: object, why: str) -> RuntimeError:
-    """The error where a kernel is asked for and none serves the call."""
     return RuntimeError(
         f"{type(module).__name__}: implementation='native', but no kernel serves {why}. Leave implementation out."
     )
@@ -232,7 +231,6 @@ def is_grouped(module: Any, x: jax.Array, mask: object, why: str | None) -> bool
 
 
 def channel_axis(module: Any, rank: int) -> int:
-    """The axis of channels, counted from the last."""
     if not is_instance_norm(module):
         return -1
     (axis,) = _from_the_end(module.feature_axes, rank)

@@ -195,12 +195,6 @@ def _slower_quantized(spec: GatedActivation, rows: CallRows) -> str | None:
     return speed.by_elements(rows._replace(cols=cols))
 
 
-def _requested_quantized(request: Request) -> tuple[GatedActivation, QuantizedOperands]:
-    # What is quantised is float32.
-    spec, operands = _requested(request._replace(out_dtype=np.dtype(np.float32)))
-    return dataclasses.replace(spec, quantization=Quantization(request.out_dtype)), QuantizedOperands(*operands)
-
-
 GATED_ACTIVATION_QUANTIZED = Family(
     Op(
         name=QUANTIZED,
@@ -224,7 +218,7 @@ GATED_ACTIVATION_QUANTIZED = Family(
             dataclasses.replace(
                 GATED_ACTIVATION.op.functions[0],
                 name=QUANTIZED,
-                request=_requested_quantized,
+                request=rounding.requested(_requested, QuantizedOperands),
                 out_dtypes=tuple(LARGEST),
             ),
         ),

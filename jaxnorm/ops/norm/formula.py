@@ -60,7 +60,6 @@ class Norm(RowSpec):
         return dataclasses.replace(self, out_dtype=out_dtype, **plain)
 
     def padded(self, shape: tuple[Any, ...]) -> tuple[Any, ...]:
-        """y's shape for x's."""
         return shape if self.pad_to == 1 else (*shape[:-1], shape[-1] + -shape[-1] % self.pad_to)
 
     def whole(self) -> "Norm":

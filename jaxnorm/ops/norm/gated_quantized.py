@@ -26,7 +26,7 @@ from jaxnorm.ops.quantize import rounding
 from jaxnorm.primitive import registry
 from jaxnorm.primitive.family import Family
 from jaxnorm.primitive.op import Convention, Native, OnlyY, Op, Statistics
-from jaxnorm.primitive.registry import Function, Request
+from jaxnorm.primitive.registry import Function
 from jaxnorm.quantization import LARGEST, Quantization, Quantized, quantized
 
 
@@ -102,12 +102,6 @@ def _tangents(
     return Results(None, carrier=y_dot), of_stats  # type: ignore[arg-type]
 
 
-def _requested(request: Request) -> tuple[Norm, Operands]:
-    # What is quantised is float32.
-    norm, operands = gated.requested(request._replace(out_dtype=np.dtype(np.float32)))
-    return dataclasses.replace(norm, quantization=Quantization(request.out_dtype)), Operands(*operands)
-
-
 # The name of the spec in programs of older builds.
 registry.add_types(GatedNormQuantized=Norm)
 
@@ -134,7 +128,7 @@ GATED_NORM_QUANTIZED = Family(
         functions=(
             Function(
                 "gated_rms_norm_quantized",
-                _requested,
+                rounding.requested(gated.requested, Operands),
                 arguments=gated.with_gate,
                 out_dtypes=tuple(LARGEST),
                 last_axis_only=True,

@@ -28,7 +28,7 @@ from jaxnorm.ops.quantize.rounding import Derivative
 from jaxnorm.primitive import weights
 from jaxnorm.primitive.family import Family
 from jaxnorm.primitive.op import LIKE_X, SCALAR, WEIGHT, CallRows, Convention, Native, Op, Role, Statistics
-from jaxnorm.primitive.registry import Function, Request
+from jaxnorm.primitive.registry import Function
 from jaxnorm.quantization import LARGEST, Quantization, quantized
 from jaxnorm.results import QuantizedNorm, RowStatistics
 from jaxnorm.sharding import dims
@@ -171,16 +171,6 @@ def _tangents(norm: Norm, operands: Operands, results: Results, stats: Statistic
     return Results(None, y=of_y, sum=sum_dot, carrier=v_dot), of_stats  # type: ignore[arg-type]
 
 
-def _requested(kind: Kind) -> Callable[[Request], tuple[Norm, Any]]:
-    def of_request(request: Request) -> tuple[Norm, Any]:
-        # What is quantised is float32.
-        norm, operands = norms.requested(kind)(request._replace(out_dtype=np.dtype(np.float32)))
-        quantized = dataclasses.replace(norm, quantization=Quantization(request.out_dtype))
-        return quantized, Operands(*operands)
-
-    return of_request
-
-
 def _slower(spec: Any, rows: CallRows) -> str | None:
     is_apart = spec.with_unquantized and rows.cols > LONGEST_WITH_Y and rows.way == "forward"
     if is_apart and rows.platform == "cuda" and rows.dtype.itemsize == 4:
@@ -215,7 +205,10 @@ QUANTIZED_NORM = Family(
         can_shard=norms.can_shard,
         static_types=(Quantization,),
         functions=tuple(
-            Function(f"{kind}_norm_quantized", _requested(kind), out_dtypes=tuple(LARGEST)) for kind in KINDS
+            Function(
+                f"{kind}_norm_quantized", rounding.requested(norms.requested(kind), Operands), out_dtypes=tuple(LARGEST)
+            )
+            for kind in KINDS
         ),
     )
 )

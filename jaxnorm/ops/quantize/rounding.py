@@ -1,5 +1,7 @@
 """The formula of a quantised array in plain jnp, and the straight-through derivative of its rounding."""
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -10,6 +12,8 @@ from jax.interpreters import ad
 
 from jaxnorm.ops.mask import nan_where
 from jaxnorm.ops.quantize.checks import SMALLEST_SCALE
+from jaxnorm.primitive.op import O
+from jaxnorm.primitive.registry import Request
 from jaxnorm.primitive.rules import Rules, no_tangent
 from jaxnorm.quantization import Quantization
 from jaxnorm.sharding.shards import Shards
@@ -112,6 +116,18 @@ def straight_through(
 def check(derivative: Derivative) -> None:
     if not derivative.has_carrier:
         raise ValueError(derivative.error)
+
+
+def requested(
+    unquantized: Callable[[Request], tuple[Any, Any]], operands: type[O]
+) -> Callable[[Request], tuple[Any, O]]:
+    """A call as `jaxnorm.info` asks for it, from that of the op whose result is quantised, which is float32."""
+
+    def of_request(request: Request) -> tuple[Any, O]:
+        spec, given = unquantized(request._replace(out_dtype=np.dtype(np.float32)))
+        return dataclasses.replace(spec, quantization=Quantization(request.out_dtype)), operands(*given)
+
+    return of_request
 
 
 def can_shard(spec: Any, cols: int) -> bool:
