@@ -93,7 +93,9 @@ def call(function: str, request: Request, platform: str) -> Report:
 def _plans(request: Request, how: dict[str, Any]) -> Report:
     """The launch plans of the CUDA kernels, each way, as the op describes itself to them."""
     kind, how = how["kind"], {key: value for key, value in how.items() if key != "kind"}
-    clusters, cols = _largest_cluster(), math.prod(request.shape[-request.axes :])
+    cols = math.prod(request.shape[-request.axes :])
+    # The most blocks of one on the present GPU; without one, on an H100, H200 or B200.
+    clusters = int(ffi.module("cuda").max_cluster()) if compat.default_platform() == "cuda" else 16
     plan, dtype = ffi.module("cuda").plan, request.addend_dtype or request.dtype  # that of what is normalised
     plans = {way: plan(way, kind, dtype.name, cols, max_cluster=clusters, **how) for way in WAYS}
     batch_dims = weights.stripped(request.scale_shape[: -request.axes])
@@ -101,11 +103,6 @@ def _plans(request: Request, how: dict[str, Any]) -> Report:
     if count > 1 and inner > 1:  # such rows are not fetched ahead
         plans["backward"]["ring"] = False
     return {"largest_cluster": clusters, "plans": plans}
-
-
-def _largest_cluster() -> int:
-    """How many blocks a cluster has at most on the present GPU; without one, on an H100, H200 or B200."""
-    return int(ffi.module("cuda").max_cluster()) if compat.default_platform() == "cuda" else 16
 
 
 def plan_in_words(plan: Report) -> str:

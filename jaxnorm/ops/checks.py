@@ -172,9 +172,7 @@ def check_pad_to(function: str, pad_to: object, axes: tuple[int, ...], axis_name
     """The multiple to which y's last axis is padded; 1 for None."""
     if pad_to is None:
         return 1
-    multiple = check_int(function, "pad_to", pad_to, "None pads nothing")
-    if multiple < 1:
-        raise ValueError(f"{function}: pad_to must be positive, got {multiple}; None pads nothing.")
+    multiple = check_int(function, "pad_to", pad_to, "None pads nothing", positive=True)
     if axes != (-1,):
         raise ValueError(
             f"{function}: pad_to pads the last axis, expected axis=-1, got the normalised axes {axes}; "
@@ -199,7 +197,7 @@ def check_like_x(function: str, name: str, value: object, x: jax.Array, they_are
     return array
 
 
-def check_int(function: str, name: str, value: object, remedy: str) -> int:
+def check_int(function: str, name: str, value: object, remedy: str, *, positive: bool = False) -> int:
     """value as a Python int, known while tracing."""
     if isinstance(value, jax.core.Tracer):
         raise TypeError(
@@ -211,6 +209,8 @@ def check_int(function: str, name: str, value: object, remedy: str) -> int:
         number = None
     if number is None:
         raise TypeError(f"{function}: {name} must be an int, got {value!r}; {remedy}.")
+    if positive and number < 1:
+        raise ValueError(f"{function}: {name} must be positive, got {number}; {remedy}.")
     return number
 
 
@@ -254,11 +254,6 @@ def check_not_negative(function: str, name: str, value: object, remark: str) -> 
 
 def check_epsilon(function: str, epsilon: object) -> float:
     return check_not_negative(function, "epsilon", epsilon, "1e-6 is usual")
-
-
-def check_scale_offset(function: str, scale_offset: object) -> float:
-    # A sum with -0 is the weight itself, one of -0 too, and kernels may leave it out.
-    return check_number(function, "scale_offset", scale_offset) or -0.0
 
 
 def check_out_dtype(function: str, out_dtype: Any, default: np.dtype[Any], name: str = "out_dtype") -> np.dtype[Any]:

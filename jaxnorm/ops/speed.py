@@ -12,11 +12,6 @@ def vectors_divide(rows: CallRows) -> bool:
     return rows.platform != "cuda" or rows.cols * rows.dtype.itemsize % 16 == 0
 
 
-def is_one_loop(rows: CallRows) -> bool:
-    """Whether XLA's code for what has no sum over a row is one loop at the copy rate: of float32 on a GPU."""
-    return rows.platform == "cuda" and rows.dtype.itemsize == 4
-
-
 def by_elements(rows: CallRows) -> str | None:
     """For ops whose kernels go by elements where vectors do not divide a row."""
     if vectors_divide(rows):

@@ -77,7 +77,8 @@ class Linear(Batched):
     def transpose(self, cotangents: Any, *leaves: Any, tree: Any, spec: RowSpec, with_sum: bool) -> list[Any]:
         saved, dots = self._operands(tree, leaves)
         wanted = {name: dot.aval for name, dot in dots._asdict().items() if ad.is_undefined_primal(dot)}
-        of_dots = {name: None if dot is None else dot_type(dot) for name, dot in dots._asdict().items()}
+        there = {name: dot for name, dot in dots._asdict().items() if dot is not None}
+        of_dots = {name: dot.aval if name in wanted else jax.typeof(dot) for name, dot in there.items()}
         types = self._types(spec, jax.tree.map(jax.typeof, saved), dots._replace(**of_dots), with_sum=with_sum)
         given = dict(zip((name for name, _ in leaves_of(types)), cotangents, strict=True))
         dsum = given.pop("sum", None)
@@ -104,10 +105,5 @@ class Linear(Batched):
                     [*self.weights_of(saved), *(aval for name, aval in wanted.items() if self.is_weight(name))],
                 ),
             )
-        bars = (getattr(gradients, n) if n in wanted else None for n, dot in dots._asdict().items() if dot is not None)
+        bars = (getattr(gradients, name) if name in wanted else None for name in there)
         return [*(None for _ in jax.tree.leaves(saved)), *bars]
-
-
-def dot_type(dot: Any) -> Any:
-    """The type of a tangent, though it be what a transpose is by."""
-    return dot.aval if ad.is_undefined_primal(dot) else jax.typeof(dot)

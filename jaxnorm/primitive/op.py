@@ -121,19 +121,15 @@ class Role:
         return self.batch == "fold" and (self.fitted or not self.broadcasts)
 
 
-def _weight_map(spec: RowSpec, ndim: int, shape: Sequence[Any]) -> DimMap:
-    return dims.weight(ndim, spec.row_ndim, shape[: len(shape) - spec.row_ndim])
-
-
-def _weight_shape(spec: RowSpec, shape: Sequence[Any], batch_dims: BatchDims) -> tuple[Any, ...]:
-    return (*batch_dims, *shape[-spec.row_ndim :])
-
-
 # Of x's shape; one element for each row, with axes of length 1 for the row's; of a row's shape, with batch dims where a
 # row's axes are the last; one element for all; of x's rank, and one row for several of x's, and the same of a weight.
 LIKE_X = Role(lambda spec, ndim, _: dims.like_x(ndim))
 STATISTIC = Role(lambda spec, ndim, _: dims.per_row(ndim, spec.axes))
-WEIGHT = Role(_weight_map, "weight", _weight_shape)
+WEIGHT = Role(
+    lambda spec, ndim, shape: dims.weight(ndim, spec.row_ndim, shape[: len(shape) - spec.row_ndim]),
+    batch="weight",
+    shape=lambda spec, shape, batch_dims: (*batch_dims, *shape[-spec.row_ndim :]),
+)
 SCALAR = Role(lambda *_: (), "formula")
 BROADCAST = Role(lambda spec, ndim, shape: broadcast.dim_map(shape), broadcasts=True, fitted=True)
 BROADCAST_WEIGHT = dataclasses.replace(BROADCAST, fitted=False)

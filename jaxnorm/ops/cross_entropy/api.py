@@ -40,7 +40,7 @@ class LossOptions(NamedTuple):
             checks.check_not_negative(function, "z_loss", z_loss, "0 is without it"),
             check_logit_scale(function, scale),
             own_checks.check_soft_cap(function, soft_cap),
-            own_checks.check_ignore_index(function, ignored),
+            None if ignored is None else checks.check_int(function, "ignore_index", ignored, "None ignores no label"),
         )
 
 
@@ -357,7 +357,4 @@ def _reduced(spec: linear.LinearCrossEntropy, rows: _Rows, operands: linear.Oper
 def _rows_per_chunk(function: str, value: object, x: jax.Array, kernel: jax.Array) -> int:
     if value is None:
         return linear.default_rows_per_chunk(x, kernel)
-    rows = checks.check_int(function, "rows_per_chunk", value, "None chooses it")
-    if rows < 1:
-        raise ValueError(f"{function}: rows_per_chunk must be positive, got {rows}; None chooses it.")
-    return rows
+    return checks.check_int(function, "rows_per_chunk", value, "None chooses it", positive=True)

@@ -160,10 +160,6 @@ def check_soft_cap(function: str, value: object) -> float:
     return number
 
 
-def check_ignore_index(function: str, value: object) -> int | None:
-    return None if value is None else checks.check_int(function, "ignore_index", value, "None ignores no label")
-
-
 def check_kernel(function: str, value: object, x: jax.Array) -> jax.Array:
     kernel = checks.check_array(function, "kernel", value)
     if kernel.ndim != 2 or kernel.shape[0] != x.shape[-1]:

@@ -287,10 +287,6 @@ def _types(spec: LinearCrossEntropy, operands: Operands) -> Results:
     )
 
 
-def _of_where(_: LinearCrossEntropy, ndim: int, shape: Sequence[int]) -> dims.DimMap:
-    return (None,) if len(shape) == 1 else dims.per_row(ndim, (-1,))
-
-
 KERNEL = Role(lambda *_: (None, None), "formula")
 BIAS = Role(lambda *_: (None,), "formula")
 LINEAR_CROSS_ENTROPY = Family(
@@ -305,7 +301,7 @@ LINEAR_CROSS_ENTROPY = Family(
             "labels": STATISTIC,
             "weights": STATISTIC,
             "bias": BIAS,
-            "where": Role(_of_where, "formula"),
+            "where": Role(lambda _, ndim, shape: (None,) if len(shape) == 1 else dims.per_row(ndim, (-1,)), "formula"),
             "scale": SCALAR,
             "total": SCALAR,
             "dx": LIKE_X,
@@ -361,9 +357,10 @@ def _total_jvp(spec: LinearCrossEntropy, primals: tuple[Operands], dots: tuple[O
     moving = {name: dot for name, dot in all_dots.items() if dot is not None and not isinstance(dot, SymbolicZero)}
     spec = dataclasses.replace(spec, wanted=tuple(moving))
     results = LINEAR_CROSS_ENTROPY(spec, operands, spec.implementation)
+    wide, gradients = spec.compute_dtype, {name: getattr(results, GRADIENTS[name]) for name in moving}
     terms = [
-        _along(spec, getattr(results, GRADIENTS[name]).astype(_dtype_of(spec, operands, name)), dot)
-        for name, dot in moving.items()
+        jnp.sum(gradient.astype(_dtype_of(spec, operands, name)).astype(wide) * moving[name].astype(wide))
+        for name, gradient in gradients.items()
     ]
     return results.total, sum(terms[1:], start=terms[0]) if terms else jnp.zeros_like(results.total)
 
@@ -372,10 +369,6 @@ def _dtype_of(spec: LinearCrossEntropy, operands: Operands, name: str) -> np.dty
     """That in which a gradient is kept, its argument's; but a sum over rows may be too large for float16."""
     dtype: np.dtype = getattr(operands, name).dtype
     return spec.compute_dtype if name == "kernel" and dtype == np.float16 else dtype
-
-
-def _along(spec: LinearCrossEntropy, gradient: jax.Array, dot: jax.Array) -> jax.Array:
-    return jnp.sum(gradient.astype(spec.compute_dtype) * dot.astype(spec.compute_dtype))
 
 
 total.defjvp(_total_jvp, symbolic_zeros=True)

@@ -29,7 +29,7 @@ def _slower(_: CrossEntropy, rows: op.CallRows) -> str | None:
     """Of the gradient alone: it has no sum over a row, and XLA's one loop over its elements goes at the copy rate."""
     if rows.way == "forward":
         return None
-    if speed.is_one_loop(rows):
+    if rows.platform == "cuda" and rows.dtype.itemsize == 4:
         return "XLA's code is faster for the gradient of float32 logits"  # see docs/benchmarks/gpu.md
     return None if speed.vectors_divide(rows) else speed.why(rows, "gradients of logits")
 
@@ -128,11 +128,6 @@ def _attributes(spec: CrossEntropy, _: Operands | Saved) -> dict[str, np.float32
     return {"scale": np.float32(spec.scale), "soft_cap": np.float32(spec.soft_cap)}
 
 
-def _requested_linear(request: Request) -> tuple[CrossEntropy, Operands]:
-    """The losses of a product, which is XLA's."""
-    return _requested(request._replace(shape=(*request.shape[:-1], request.columns)))
-
-
 def _requested(request: Request) -> tuple[CrossEntropy, Operands]:
     x = request.array(request.shape)
     wide = dims.wide_dtype((request.dtype,))
@@ -193,7 +188,7 @@ CROSS_ENTROPY = Family(
             ),
             Function(
                 "linear_cross_entropy",
-                _requested_linear,
+                lambda request: _requested(request._replace(shape=(*request.shape[:-1], request.columns))),
                 arguments=lambda request: {"kernel": request.matrix, "labels": _labels(request)},
                 out_dtypes=(np.dtype(np.float32),),
                 last_axis_only=True,

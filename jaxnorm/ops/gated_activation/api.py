@@ -167,7 +167,7 @@ def _in_halves(function: str, x: jax.Array) -> Operands:
     """The halves of the last axis along one of their own, which moves nothing in memory."""
     length: Any = x.shape[-1]
     half = length // 2
-    if not _is_twice(length, half):
+    if 2 * half != length:  # or a symbolic length is not known to be even
         raise ValueError(
             f"{function}: x has shape {x.shape}, expected a last axis of even length, of which the first half is the "
             f"gate. Pass a tuple (gate, up) if these are two arrays, or axis=-2 if they lie along another axis."
@@ -181,11 +181,6 @@ def _in_halves(function: str, x: jax.Array) -> Operands:
             f"mesh, which do not divide a half of {half} columns; reshard x, or stack gate and up along axis=-2."
         )
     return Operands(x[..., :half], x[..., half:])
-
-
-def _is_twice(length: Any, half: Any) -> bool:
-    """Whether it is known to be, of lengths that may be symbolic."""
-    return bool(2 * half == length)
 
 
 def _check_groups(function: str, quantization: Any, cols: Any) -> None:

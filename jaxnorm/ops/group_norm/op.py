@@ -4,6 +4,7 @@ There a group lies in one piece, so it is a row of LayerNorm's kernels. XLA make
 in one pass over what they give, which takes less time than to transpose x and the result.
 """
 
+import functools
 import math
 from typing import Any
 
@@ -136,13 +137,6 @@ def _forward_in_parts(norm: GroupNorm, operands: Operands, *, with_stats: bool) 
     return op.OnlyY(FORMULAS[norm.activation].of(z).astype(norm.out_dtype)), stats
 
 
-def _backward_in_parts(
-    norm: GroupNorm, cotangents: op.OnlyY, saved: Saved, wanted: layer.Variables[op.Dtype], batch_dims: op.BatchDims
-) -> layer.Variables[jax.Array]:
-    """As the formula's, of which a kernel computes the gradient by x."""
-    return formula.backward(norm, cotangents, saved, wanted, batch_dims, _gradient_of_x)
-
-
 def _gradient_of_x(
     norm: GroupNorm, dx_hat: jax.Array, x: jax.Array, stats: op.Statistics, wanted: op.Dtype
 ) -> jax.Array:
@@ -150,6 +144,9 @@ def _gradient_of_x(
     cotangents, saved = layer.Results(dx_hat), layer.Saved(x, stats)
     dx: jax.Array = NORM.gradients(_of_rows(norm), cotangents, saved, of_rows, ()).x
     return dx
+
+
+_backward_in_parts = functools.partial(formula.backward, of_x=_gradient_of_x)
 
 
 GROUP_NORM = Family(

@@ -74,7 +74,8 @@ def of_every_norm(
 ) -> dict[str, Any]:
     return {
         "epsilon": checks.check_epsilon(function, epsilon),
-        "scale_offset": checks.check_scale_offset(function, scale_offset),
+        # A sum with -0 is the weight itself, one of -0 too, and kernels may leave it out.
+        "scale_offset": checks.check_number(function, "scale_offset", scale_offset) or -0.0,
         "compute_dtype": dims.wide_dtype([out_dtype, *(array.dtype for array in operands if array is not None)]),
         "out_dtype": out_dtype,
         **choice.asks(function),

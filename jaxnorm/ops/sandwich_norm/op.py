@@ -53,16 +53,8 @@ def _in_parts(norm: SandwichNorm) -> Callable[..., tuple[Results, Statistics]] |
     return forward
 
 
-def _attributes(norm: SandwichNorm, _: Saved) -> dict[str, Any]:
+def _attributes(norm: SandwichNorm, _: Any) -> dict[str, Any]:
     return {"scale_offset": np.float32(norm.scale_offset)}
-
-
-def _forward_attributes(norm: SandwichNorm, _: Operands) -> dict[str, Any]:
-    return {
-        "epsilon": np.float32(norm.epsilon),
-        "scale_offset": np.float32(norm.scale_offset),
-        "multiply_before_cast": norm.multiply_before_cast,
-    }
 
 
 def _kept_rows(saved: Saved, wanted: Variables[Any]) -> dict[str, Any]:
@@ -109,7 +101,11 @@ SANDWICH_NORM = Family(
         derivative=Derivative(saved=Saved, variables=Variables, linear=formula.linear, backward=formula.backward),
         native=Native(
             names=("jaxnorm_rms_norm_add_rms_norm",),
-            forward=_forward_attributes,
+            forward=lambda norm, operands: {
+                **_attributes(norm, operands),
+                "epsilon": np.float32(norm.epsilon),
+                "multiply_before_cast": norm.multiply_before_cast,
+            },
             backward=_attributes,
             workspace=_kept_rows,
             plan=lambda *_: {"kind": "rms", "adds": True},

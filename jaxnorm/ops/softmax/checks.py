@@ -69,9 +69,7 @@ def _seen(function: str, given: Causal, x: jax.Array, axes: tuple[int, ...]) -> 
 def _window(function: str, value: object) -> int | None:
     if value is None:
         return None
-    window = checks.check_int(function, "window", value, "None is without one")
-    if window < 1:
-        raise ValueError(f"{function}: window must be positive, got {window}; None is without one.")
+    window = checks.check_int(function, "window", value, "None is without one", positive=True)
     return min(window, np.iinfo(np.int32).max)
 
 

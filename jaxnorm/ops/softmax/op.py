@@ -25,10 +25,6 @@ def _attributes(spec: Softmax, _: Any) -> dict[str, Any]:
     return {"scale": np.float32(spec.scale)} | ({"window": np.int64(spec.window)} if spec.window is not None else {})
 
 
-def _log_attributes(spec: Softmax, operands: Any) -> dict[str, Any]:
-    return {**_attributes(spec, operands), "with_top": spec.with_top}
-
-
 def _slower(_: Softmax, rows: CallRows) -> str | None:
     """Of the result; the gradient's loops go by words of memory."""
     first = 1025 if rows.dtype.itemsize == 2 else 513
@@ -75,7 +71,7 @@ SOFTMAX = _family(
 )
 LOG_SOFTMAX = _family(
     "jaxnorm_log_softmax",
-    _log_attributes,
+    lambda spec, arrays: _attributes(spec, arrays) | {"with_top": spec.with_top},
     forward=formula.log_softmax,
     statistics=lambda spec, operands: statistics_of(spec, operands.x, 1 + spec.with_top),
     derivative=Derivative(saved=SavedOfLog, variables=OnlyX, linear=formula.log_linear, backward=formula.log_backward),
