@@ -79,6 +79,15 @@ class Reader {
     return rows;
   }
 
+  // The same, for an op that is told how many rows and columns there are.
+  template <class Op>
+  RowShapes rows(Op& p, int64_t axes, size_t index = 0) {
+    RowShapes shapes = rows(axes, index);
+    p.rows = shapes.rows;
+    p.cols = shapes.cols;
+    return shapes;
+  }
+
   // Without a dtype that is wanted, any but those of 8 bits will do.
   Input operand(const char* name, const Shape& shape, std::optional<Dtype> dtype = std::nullopt) {
     return operand(name, shape, dtype, kWide);

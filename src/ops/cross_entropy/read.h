@@ -12,9 +12,7 @@ namespace jaxnorm {
 // x is the operand of this index.
 template <class Op>
 RowShapes read_logits(Reader& in, Op& p, size_t x_index) {
-  const RowShapes rows = in.rows(1, x_index);
-  p.rows = rows.rows;
-  p.cols = rows.cols;
+  const RowShapes rows = in.rows(p, 1, x_index);
   p.scale = in.attribute<float>("scale");
   p.soft_cap = in.attribute<float>("soft_cap");
   if constexpr (std::is_same_v<Op, CrossEntropyBackward>) p.dlog_sum = in.f32_operand("dlog_sum", rows.statistics);

@@ -8,9 +8,8 @@ namespace jaxnorm {
 
 // x (..., columns), and a factor for each column.
 inline RoundRows read_round_rows(Reader& in) {
-  const RowShapes rows = in.rows(1);
   RoundRows p{};
-  p.rows = rows.rows, p.cols = rows.cols;
+  const RowShapes rows = in.rows(p, 1);
   p.power_of_two = in.flag("power_of_two");
   p.x = in.operand("x", rows.x);
   if (in.flag("has_factors")) p.factors = in.f32_operand("factors", {rows.cols});
@@ -42,9 +41,8 @@ inline RoundColumns read_round_columns(Reader& in) {
 
 // dy (..., columns), a factor for each column, which counts by rows, and one for each row.
 inline RoundGradient read_round_gradient(Reader& in) {
-  const RowShapes rows = in.rows(1);
   RoundGradient p{};
-  p.rows = rows.rows, p.cols = rows.cols;
+  const RowShapes rows = in.rows(p, 1);
   in.require(p.rows > 0 && p.cols > 0, "dy is empty");
   p.power_of_two = in.flag("power_of_two");
   p.x = in.operand("dy", rows.x);

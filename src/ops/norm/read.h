@@ -11,27 +11,16 @@
 
 namespace jaxnorm {
 
-// What exported programs and messages call an addend: users know it as that of a residual connection.
-namespace called {
-
-inline constexpr const char* kAddend = "residual";
-inline constexpr const char* kHasAddend = "has_residual";
-inline constexpr const char* kUnlikeX = "x and residual have different dtypes and neither is F32";
-
-}  // namespace called
-
 // What every norm of x, or of the sum of x and an addend, takes first: x, the addend, scale and bias.
 template <class Op>
 RowShapes read_norm_operands(Reader& in, Kind kind, Op& p, bool has_addend, bool has_weight_rows = true) {
-  RowShapes rows = in.rows(in.attribute<int64_t>("axes"));
+  RowShapes rows = in.rows(p, in.attribute<int64_t>("axes"));
   rows.has_weight = !has_weight_rows;
   p.kind = kind;
-  p.rows = rows.rows;
-  p.cols = rows.cols;
   p.epsilon = in.attribute<float>("epsilon");
   p.scale_offset = in.attribute<float>("scale_offset");
   p.x = in.operand("x", rows.x);
-  if (has_addend) p.addend = in.operand(called::kAddend, rows.x);
+  if (has_addend) p.addend = in.operand("residual", rows.x);
   if (in.flag("has_scale")) p.scale = in.weight("scale", rows);
   if (in.flag("has_bias")) p.bias = in.weight("bias", rows);
   p.weight_rows = rows.weight_rows;
@@ -43,7 +32,7 @@ template <class Op>
 void read_norm_results(Reader& in, const RowShapes& rows, Op& p, bool has_addend, bool with_sum = true) {
   if (has_addend) {
     if (with_sum) p.sum = in.result("sum", rows.x, p.addend.dtype);
-    in.require(is_supported(p.x.dtype, p.addend.dtype), called::kUnlikeX);
+    in.require(is_supported(p.x.dtype, p.addend.dtype), "x and residual have different dtypes and neither is F32");
   }
   if (!in.has_result(rows.statistics)) return;
   if (p.kind == Kind::layer) p.mean = in.f32_result("mean", rows.statistics);
@@ -63,7 +52,7 @@ inline constexpr const char* kPair = "what is normalised and y (or dy) have diff
 template <Kind kind>
 ScaledAddNormForward read_norm(Reader& in) {
   ScaledAddNormForward p{};
-  const bool has_addend = in.flag(called::kHasAddend), with_sum = !in.later_flag("without_sum");
+  const bool has_addend = in.flag("has_residual"), with_sum = !in.later_flag("without_sum");
   RowShapes rows = read_norm_operands(in, kind, p, has_addend);
   read_branch_scale(in, rows, has_addend, p.branch_scale, p.weight_rows);
   p.multiply_before_cast = in.flag("multiply_before_cast");
@@ -78,13 +67,11 @@ ScaledAddNormForward read_norm(Reader& in) {
 
 template <Kind kind>
 NormBackward read_norm_grad(Reader& in) {
-  RowShapes rows = in.rows(in.attribute<int64_t>("axes"), 1);
+  NormBackward p{};
+  RowShapes rows = in.rows(p, in.attribute<int64_t>("axes"), 1);
   const bool has_scale = in.flag("has_scale"), has_dsum = in.flag("has_dsum");
   const bool with_dx = in.flag("with_dx"), with_dscale = in.flag("with_dscale");
-  NormBackward p{};
   p.kind = kind;
-  p.rows = rows.rows;
-  p.cols = rows.cols;
   p.scale_offset = in.attribute<float>("scale_offset");
   p.dy = in.padded_operand("dy", rows, &p.dy_stride);
   p.x = in.operand("x", rows.x);
@@ -106,7 +93,7 @@ NormBackward read_norm_grad(Reader& in) {
 template <Kind kind>
 ScaledAddQuantizedNormForward read_quantized_norm(Reader& in) {
   ScaledAddQuantizedNormForward p{};
-  const bool has_addend = in.flag(called::kHasAddend);
+  const bool has_addend = in.flag("has_residual");
   const RowShapes rows = read_norm_operands(in, kind, p, has_addend, /*has_weight_rows=*/false);
   RowShapes branch = in.rows(rows.axes);
   read_branch_scale(in, branch, has_addend, p.branch_scale, p.branch_rows);
@@ -195,11 +182,9 @@ inline GatedNormQuantizedForward read_gated_norm_quantized(Reader& in) {
 
 template <Kind kind>
 ShardStatistics read_shard_statistics(Reader& in) {
-  const RowShapes rows = in.rows(in.attribute<int64_t>("axes"));
   ShardStatistics p{};
+  const RowShapes rows = in.rows(p, in.attribute<int64_t>("axes"));
   p.kind = kind;
-  p.rows = rows.rows;
-  p.cols = rows.cols;
   p.x = in.operand("x", rows.x);
   if (kind == Kind::layer) p.mean = in.f32_result("mean", rows.statistics);
   p.variance = in.f32_result(kind == Kind::rms ? "mean_square" : "variance", rows.statistics);
@@ -208,11 +193,9 @@ ShardStatistics read_shard_statistics(Reader& in) {
 
 template <Kind kind>
 ShardApply read_shard_apply(Reader& in) {
-  const RowShapes rows = in.rows(in.attribute<int64_t>("axes"));
   ShardApply p{};
+  const RowShapes rows = in.rows(p, in.attribute<int64_t>("axes"));
   p.kind = kind;
-  p.rows = rows.rows;
-  p.cols = rows.cols;
   p.scale_offset = in.attribute<float>("scale_offset");
   p.multiply_before_cast = in.flag("multiply_before_cast");
   p.x = in.operand("x", rows.x);

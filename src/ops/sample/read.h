@@ -8,10 +8,9 @@
 namespace jaxnorm {
 
 inline Sample read_sample(Reader& in) {
-  const RowShapes rows = in.rows(1);
-  in.require(rows.cols <= kMostColumns, "a row has more columns than kernels count");
   Sample p{};
-  p.rows = rows.rows, p.cols = rows.cols;
+  const RowShapes rows = in.rows(p, 1);
+  in.require(rows.cols <= kMostColumns, "a row has more columns than kernels count");
   p.logits = in.operand("logits", rows.x);
   p.uniform = in.f32_operand("uniform", rows.statistics);
   p.temperature = in.f32_operand("temperature", rows.statistics);

@@ -6,33 +6,21 @@
 
 namespace jaxnorm {
 
-// What exported programs and messages call its addend, its sum and their gradients.
-namespace called {
-
-inline constexpr const char* kSum = "new_residual";
-inline constexpr const char* kDsum = "dnew_residual";
-inline constexpr const char* kHasDsum = "has_dnew_residual";
-inline constexpr const char* kDaddend = "dresidual";
-inline constexpr const char* kWithDaddend = "with_dresidual";
 inline constexpr const char* kUnlikeNormed = "x and the residual have different dtypes and neither is F32";
 
-}  // namespace called
-
 inline SandwichNormForward read_sandwich_norm(Reader& in) {
-  const RowShapes rows = in.rows(1);
   SandwichNormForward p{};
-  p.rows = rows.rows;
-  p.cols = rows.cols;
+  const RowShapes rows = in.rows(p, 1);
   p.epsilon = in.attribute<float>("epsilon");
   p.scale_offset = in.attribute<float>("scale_offset");
   p.multiply_before_cast = in.flag("multiply_before_cast");
   p.x = in.operand("x", rows.x);
   p.addend = in.operand("residual", rows.x);
-  in.require(is_supported(p.x.dtype, p.addend.dtype), called::kUnlikeNormed);
+  in.require(is_supported(p.x.dtype, p.addend.dtype), kUnlikeNormed);
   if (in.flag("has_post_scale")) p.post_scale = in.operand("post_scale", rows.weight);
   if (in.flag("has_scale")) p.scale = in.operand("scale", rows.weight);
   p.y = in.result("y", rows.x, p.x.dtype);
-  p.sum = in.result(called::kSum, rows.x, p.addend.dtype);
+  p.sum = in.result("new_residual", rows.x, p.addend.dtype);
   if (in.has_result(rows.statistics)) {
     p.post_rstd = in.f32_result("post_rstd", rows.statistics);
     p.rstd = in.f32_result("rstd", rows.statistics);
@@ -42,26 +30,24 @@ inline SandwichNormForward read_sandwich_norm(Reader& in) {
 }
 
 inline SandwichNormBackward read_sandwich_norm_grad(Reader& in) {
-  const RowShapes rows = in.rows(1, 1);
+  SandwichNormBackward p{};
+  const RowShapes rows = in.rows(p, 1, 1);
   const bool has_post_scale = in.flag("has_post_scale"), has_scale = in.flag("has_scale");
   const bool with_dpost_scale = in.flag("with_dpost_scale"), with_dscale = in.flag("with_dscale");
-  SandwichNormBackward p{};
-  p.rows = rows.rows;
-  p.cols = rows.cols;
   p.scale_offset = in.attribute<float>("scale_offset");
   p.dy = in.operand("dy", rows.x);
   p.x = in.operand("x", rows.x, p.dy.dtype);
-  p.sum = in.operand(called::kSum, rows.x);
-  in.require(is_supported(p.x.dtype, p.sum.dtype), called::kUnlikeNormed);
+  p.sum = in.operand("new_residual", rows.x);
+  in.require(is_supported(p.x.dtype, p.sum.dtype), kUnlikeNormed);
   p.post_rstd = in.f32_operand("post_rstd", rows.statistics);
   p.rstd = in.f32_operand("rstd", rows.statistics);
   if (has_post_scale) p.post_scale = in.operand("post_scale", rows.weight);
   if (has_scale) p.scale = in.operand("scale", rows.weight);
-  if (in.flag(called::kHasDsum)) p.dsum = in.operand(called::kDsum, rows.x, p.sum.dtype);
+  if (in.flag("has_dnew_residual")) p.dsum = in.operand("dnew_residual", rows.x, p.sum.dtype);
   in.require(has_post_scale || !with_dpost_scale, "dpost_scale is wanted and there is no post_scale");
   in.require(has_scale || !with_dscale, "dscale is wanted and there is no scale");
   if (in.flag("with_dx")) p.dx = in.result("dx", rows.x, p.x.dtype);
-  if (in.flag(called::kWithDaddend)) p.daddend = in.result(called::kDaddend, rows.x, p.sum.dtype);
+  if (in.flag("with_dresidual")) p.daddend = in.result("dresidual", rows.x, p.sum.dtype);
   if (with_dpost_scale) p.dpost_scale = in.result("dpost_scale", rows.weight, p.post_scale.dtype);
   if (with_dscale) p.dscale = in.result("dscale", rows.weight, p.scale.dtype);
   p.workspace = in.workspace();

@@ -9,10 +9,8 @@ namespace jaxnorm {
 
 template <bool LOG>
 SoftmaxForward read_softmax(Reader& in) {
-  const RowShapes rows = in.rows(1);
   SoftmaxForward p{};
-  p.rows = rows.rows;
-  p.cols = rows.cols;
+  const RowShapes rows = in.rows(p, 1);
   p.log = LOG;
   const bool with_top = LOG && in.later_flag("with_top");
   p.scale = in.attribute<float>("scale");
@@ -31,10 +29,8 @@ SoftmaxForward read_softmax(Reader& in) {
 }
 
 inline SoftmaxBackward read_softmax_grad(Reader& in) {
-  const RowShapes rows = in.rows(1, 1);
   SoftmaxBackward p{};
-  p.rows = rows.rows;
-  p.cols = rows.cols;
+  const RowShapes rows = in.rows(p, 1, 1);
   p.scale = in.attribute<float>("scale");
   in.require(in.flag("with_dx"), "dx is not wanted");
   p.dy = in.operand("dy", rows.x);
@@ -48,10 +44,8 @@ inline SoftmaxBackward read_softmax_grad(Reader& in) {
 }
 
 inline LogSoftmaxBackward read_log_softmax_grad(Reader& in) {
-  const RowShapes rows = in.rows(1, 1);
   LogSoftmaxBackward p{};
-  p.rows = rows.rows;
-  p.cols = rows.cols;
+  const RowShapes rows = in.rows(p, 1, 1);
   p.scale = in.attribute<float>("scale");
   in.require(in.flag("with_dx"), "dx is not wanted");
   p.dy = in.operand("dy", rows.x);
