@@ -11,30 +11,16 @@ from typing import Any
 
 import cuda_wheels
 from scikit_build_core import build
-from scikit_build_core.build import (
-    build_editable,
-    build_sdist,
-    build_wheel,
-    get_requires_for_build_sdist,
-    prepare_metadata_for_build_editable,
-    prepare_metadata_for_build_wheel,
-)
-
-__all__ = [
-    "build_editable",
-    "build_sdist",
-    "build_wheel",
-    "get_requires_for_build_editable",
-    "get_requires_for_build_sdist",
-    "get_requires_for_build_wheel",
-    "prepare_metadata_for_build_editable",
-    "prepare_metadata_for_build_wheel",
-]
 
 if shutil.which("bash") and shutil.which("sha256sum"):
     os.environ.setdefault("JAXNORM_OBJECTS", str(Path.cwd() / "build" / "objects"))
     for language in ("CXX", "CUDA"):
         os.environ.setdefault(f"CMAKE_{language}_COMPILER_LAUNCHER", str(Path(__file__).with_name("compile_once")))
+
+
+def __getattr__(hook: str) -> Any:
+    """Those that are not here are scikit-build-core's."""
+    return getattr(build, hook)
 
 
 def get_requires_for_build_wheel(config_settings: dict[str, Any] | None = None) -> list[str]:
