@@ -2,7 +2,6 @@
 
 import dataclasses
 import html
-import importlib.metadata
 import json
 import math
 import platform as python_platform
@@ -11,6 +10,7 @@ from importlib import resources
 from typing import Any
 
 from jaxnorm.inspect import explain, question
+from jaxnorm.inspect.tuned import installed
 from jaxnorm.native import compat, ffi
 from jaxnorm.ops.options import Choice, around
 from jaxnorm.primitive import fallback, op, registry, weights
@@ -25,13 +25,7 @@ Report = dict[str, Any]
 
 
 def versions() -> Report:
-    found: Report = {"python": python_platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = None
-    return found
+    return {"python": python_platform.python_version()} | {package: installed(package) for package in PACKAGES}
 
 
 def native_modules() -> Report:

@@ -55,7 +55,7 @@ class Where:
         kind = devices[0].device_kind
         if devices[0].platform == "cpu" and ffi.available("cpu"):
             kind = f"{kind}, {ffi.module('cpu').isa()}"
-        return cls(kind, len(devices), tuple((package, _version(package)) for package in PACKAGES))
+        return cls(kind, len(devices), tuple((package, installed(package) or "unknown") for package in PACKAGES))
 
     def __str__(self) -> str:
         count = f"{self.devices} x " if self.devices > 1 else ""
@@ -69,11 +69,12 @@ def devices_of(leaves: Iterable[Any]) -> list[Any]:
     return sorted(found, key=lambda device: device.id)
 
 
-def _version(package: str) -> str:
+def installed(package: str) -> str | None:
+    """Its version; None of what is not installed, as a source tree that never was."""
     try:
         return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:  # a source tree that was never installed
-        return "unknown"
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 # The contexts of Tuned. One of a Tuned itself would be part of its value.

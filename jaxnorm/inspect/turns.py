@@ -45,7 +45,6 @@ class Program:
         self.leaves, self._tree = jax.tree.flatten((args, kwargs))
 
     def lowered(self, choices: Choices) -> Any:
-        """The program with this choice, before it is compiled."""
         args, kwargs = jax.tree.unflatten(self._tree, self.leaves)
         with implementation(choices):
             return self.function.lower(*args, **kwargs)
@@ -59,7 +58,6 @@ class Program:
         return arrays if any(info.donated for info in infos) else []
 
     def arguments(self, copied: Iterable[int]) -> tuple[Any, Any]:
-        """The arguments, with copies of these leaves."""
         copies = {place: jax.device_put(self.leaves[place], may_alias=False) for place in copied}
         leaves = [copies.get(place, leaf) for place, leaf in enumerate(self.leaves)]
         given: tuple[Any, Any] = jax.tree.unflatten(self._tree, leaves)

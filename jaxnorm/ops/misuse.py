@@ -279,7 +279,6 @@ def _surplus(name: str, parameters: Parameters, place: int, value: object) -> st
 
 
 def pair(function: str) -> str:
-    """The remedy where gate and up are no tuple."""
     return f"Are they gate and up? Then pass a tuple: {function}((gate, up))."
 
 

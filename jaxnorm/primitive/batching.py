@@ -103,9 +103,7 @@ class Batched(RowRules):
 
     def batch_formula(self, leaves: Any, dims: Any, **params: Any) -> Any:
         if self.direction != "linear" and not self.op.calls_others:
-            self.tell_of_formula(leaves, params["tree"], params["spec"])
+            operands = self.named_operands(params["tree"], leaves)
+            why = "no kernel takes examples of these operands, as jax.vmap makes them"
+            fallback.traced(self.op, params["spec"], operands, self.direction, lambda: why)
         return at_front(jax.vmap(lambda *values: self.formula(*values, **params), in_axes=tuple(dims))(*leaves))
-
-    def tell_of_formula(self, leaves: Any, tree: Any, spec: RowSpec) -> None:
-        why = "no kernel takes examples of these operands, as jax.vmap makes them"
-        fallback.traced(self.op, spec, self.named_operands(tree, leaves), self.direction, lambda: why)

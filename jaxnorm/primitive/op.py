@@ -86,7 +86,6 @@ class RowSpec(Spec):
 
     @property
     def row_ndim(self) -> int:
-        """How many axes a row has."""
         return len(self.axes)
 
     @property

@@ -71,8 +71,6 @@ class Function:
 
 @dataclasses.dataclass
 class Known:
-    """What a primitive is to those who meet it in a program."""
-
     describe: Callable[..., Described] | None = None  # the call, by the types of its operands and its parameters
     is_forward: bool = False  # of an op
     partitionable: Any = None  # see `jaxnorm.sharding.partition`

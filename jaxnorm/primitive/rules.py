@@ -21,6 +21,7 @@ from jaxnorm.primitive.reasons import RowCall
 from jaxnorm.primitive.registry import Described
 from jaxnorm.sharding import partition
 from jaxnorm.sharding.dims import CallMaps, DimMap
+from jaxnorm.sharding.partition import Partitionable
 
 # What rules get and give: the operands of a primitive, absent ones left out, their types, the axes of their examples,
 # and their tangents; the results with theirs, or of examples with the axes of these.
@@ -173,16 +174,15 @@ class Rules:
         self.lower()
 
     def differentiate(self) -> None:
-        """Says what its derivatives are."""
         if self.jvp is not None:
             ad.primitive_jvps[self.primitive] = self.jvp
         if self.transpose is not None:
             ad.primitive_transposes[self.primitive] = self.transpose
 
     def lower(self) -> None:
-        """Says how it becomes code."""
         if self.dim_maps is not None:
-            partition.register(self.primitive, self.dim_maps, is_product=self.is_product, on_device=self.on_device)
+            how = Partitionable(self.primitive, self.dim_maps, is_product=self.is_product, on_device=self.on_device)
+            partition.register(how)
         if self.call is None:
             lowering.register_formula(self.primitive, self.formula)
         else:
@@ -242,7 +242,7 @@ class RowRules(Rules):
 
     def lower(self) -> None:
         op = self.op
-        partition.register(self.primitive, self.dim_maps, op.can_shard)
+        partition.register(Partitionable(self.primitive, self.dim_maps, op.can_shard))
         native = self.native if op.native is not None else self.by_formula if op.calls_others else None
         lowering.register(self.primitive, self.formula, native, self.call, self.of_shard, in_place=self.in_place)
 
@@ -307,7 +307,6 @@ class RowRules(Rules):
         return self.role(name).batch == "weight"
 
     def weights_of(self, arrays: Record) -> list[Any]:
-        """The weights among the arrays of a NamedTuple."""
         return [array for name, array in leaves_of(arrays) if self.is_weight(name)]
 
 

@@ -55,7 +55,6 @@ def result_like(x: Any, dim_map: DimMap, shape: Sequence[Any], dtype: Any) -> An
 
 
 def like(x: Any, dtype: Any) -> Any:
-    """The type of x with another dtype."""
     return x.update(dtype=dtype, weak_type=False)
 
 

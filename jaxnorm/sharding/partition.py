@@ -42,20 +42,13 @@ class Partitionable(NamedTuple):
 
     primitive: Primitive
     dim_maps: DimMaps
-    can_shard: Callable[[Any, int], bool]  # whether shards of a row, of so many columns, can be computed
-    is_product: bool  # none of its arrays has all axes
-    on_device: Callable[[Any, Placement], Any]  # the spec of what a device computes, by how the arrays lie
+    can_shard: Callable[[Any, int], bool] = lambda *_: True  # whether there may be shards of a row of so many columns
+    is_product: bool = False  # none of its arrays has all axes
+    on_device: Callable[[Any, Placement], Any] = lambda spec, _: spec  # of what a device computes, by how arrays lie
 
 
-def register(
-    primitive: Primitive,
-    dim_maps: DimMaps,
-    can_shard: Callable[[Any, int], bool] = lambda *_: True,
-    *,
-    is_product: bool = False,
-    on_device: Callable[[Any, Placement], Any] = lambda spec, _: spec,
-) -> None:
-    partitionable = Partitionable(primitive, dim_maps, can_shard, is_product, on_device)
+def register(partitionable: Partitionable) -> None:
+    primitive = partitionable.primitive
     known = registry.PRIMITIVES[_former_name(primitive)] = registry.entry(primitive)
     known.partitionable = partitionable
 

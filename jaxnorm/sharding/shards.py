@@ -87,8 +87,6 @@ Parts = dict[int, np.ndarray[Any, Any]]  # of each axis that is split: which par
 
 
 class Array(NamedTuple):
-    """An array of a whole program."""
-
     shape: tuple[int, ...]
     dtype: Any
     sharding: Any
@@ -135,7 +133,6 @@ class Placement(NamedTuple):
         return compat.hlo_sharding(np.transpose(self.devices, [*own, *rest]).reshape(*counts, -1))
 
     def shard_shape(self, dim_map: DimMap, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of an array's shard."""
         sizes = zip(dim_map, shape, strict=True)
         return tuple(n if axis is None else -(-n // self.counts[axis]) for axis, n in sizes)
 

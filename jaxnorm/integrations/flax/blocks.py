@@ -206,7 +206,6 @@ def _gated(block: Any, x: jax.Array, activation: Any, **split: Any) -> Any:
 
 
 def _own_call(block: Any, *args: Any, **kwargs: Any) -> Any:
-    """The block as its own code computes it."""
     cls: Any = type(block)
     return (class_before(cls) or cls).__call__(block, *args, **kwargs)
 

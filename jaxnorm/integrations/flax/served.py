@@ -72,18 +72,15 @@ def why_flax(
 
     `dtypes` are those of all that the call reads and writes.
     """
-    if (why := why_never(module)) is not None:
-        return why
-    if mask is not None:
-        return "a mask"
     reduction, features = _axes(module, x.ndim)
-    if (why := _why_not_trailing(reduction, features)) is not None:
-        return why
-    if len(features) > x.ndim:
-        return f"{len(features)} axes of an x that has {x.ndim}"
-    if is_split_otherwise(x, parameters, len(features)):
-        return SPLIT_OTHERWISE
-    return why_dtypes(*dtypes)
+    return (
+        why_never(module)
+        or ("a mask" if mask is not None else None)
+        or _why_not_trailing(reduction, features)
+        or (f"{len(features)} axes of an x that has {x.ndim}" if len(features) > x.ndim else None)
+        or (SPLIT_OTHERWISE if is_split_otherwise(x, parameters, len(features)) else None)
+        or why_dtypes(*dtypes)
+    )
 
 
 def is_split_otherwise(x: jax.Array, parameters: Iterable[jax.Array | None], axes: int = 1) -> bool:
@@ -200,18 +197,15 @@ def why_flax_groups(
     module: Any, x: jax.Array, mask: object, parameters: Iterable[jax.Array | None], dtypes: Iterable[Any]
 ) -> str | None:
     """Why no kernel says the same as Flax for `module(x, mask=mask)`; None if one does, as of `why_flax`."""
-    if (why := why_options(module)) is not None:
-        return why
-    if mask is not None:
-        return "a mask"
-    if (why := _why_other_axes(module, x.ndim)) is not None:
-        return why
     # Of channels before positions Flax's fast variance, of one pass over x, is as fast as kernels and XLA or faster.
-    if channel_axis(module, x.ndim) != -1:
-        return f"feature_axes={module.feature_axes}"
-    if is_split_otherwise(x, parameters):
-        return SPLIT_OTHERWISE
-    return why_dtypes(*dtypes)
+    return (
+        why_options(module)
+        or ("a mask" if mask is not None else None)
+        or _why_other_axes(module, x.ndim)
+        or (f"feature_axes={module.feature_axes}" if channel_axis(module, x.ndim) != -1 else None)
+        or (SPLIT_OTHERWISE if is_split_otherwise(x, parameters) else None)
+        or why_dtypes(*dtypes)
+    )
 
 
 def is_grouped(module: Any, x: jax.Array, mask: object, why: str | None) -> bool:

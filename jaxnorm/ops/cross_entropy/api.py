@@ -150,7 +150,6 @@ def _losses_of(
         counts = jnp.maximum(1, counts if shards is None else shards.sum(counts))
     if shards is not None:
         results = exchanged(spec, shards, operands, results)
-    assert results.top is not None
     left_out = _either(ignored, None if where is None else jnp.equal(results.top, -jnp.inf))
     losses = loss(spec, without(left_out, results), counts, options.label_smoothing, options.z_loss)
     return losses + nan_where(wrong if left_out is None else wrong & ~left_out, 0).astype(losses.dtype)

@@ -12,7 +12,7 @@ that does not count has that of the column. A row with the label IGNORED has no 
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -56,9 +56,10 @@ class Operands(NamedTuple):
 
 class Results(NamedTuple):
     log_sum: jax.Array
-    label_logit: jax.Array | None = None
-    total: jax.Array | None = None
-    top: jax.Array | None = None
+    # Arrays too; None where they are not wanted, and as cotangents that are zero.
+    label_logit: Any = None
+    total: Any = None
+    top: Any = None
 
 
 class Saved(NamedTuple):
@@ -116,18 +117,15 @@ def without(left_out: jax.Array | None, results: Results) -> Results:
 
 def log_sum_exp(spec: CrossEntropy, results: Results) -> jax.Array:
     """The logarithm of the sum of the exponentials of all logits, which `results` have beside the largest."""
-    assert results.top is not None
-    unit: jax.Array | float = spec.logits.unit
-    return of_whole_row(results.log_sum, results.top) + unit * lax.stop_gradient(results.top)
+    beside: jax.Array = spec.logits.unit * lax.stop_gradient(results.top)
+    return of_whole_row(results.log_sum, results.top) + beside
 
 
 def loss(spec: CrossEntropy, results: Results, counts: int | jax.Array, smoothing: float, z_loss: float) -> jax.Array:
     """The losses of rows, of which so many columns count."""
     log_sum, label_logit, total, top = results
-    assert label_logit is not None
-    assert top is not None
     log_sum = of_whole_row(log_sum, top)
-    losses = log_sum - (1 - smoothing) * label_logit
+    losses: jax.Array = log_sum - (1 - smoothing) * label_logit
     if total is not None:
         losses = losses - smoothing * (total / counts)
     return losses + z_loss * jnp.square(log_sum_exp(spec, results)) if z_loss else losses

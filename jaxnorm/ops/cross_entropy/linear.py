@@ -136,7 +136,6 @@ def _losses(
     left_out: jax.Array | None = None
     counts: int | jax.Array = logits.shape[-1]
     if where is not None:
-        assert results.top is not None
         left_out = jnp.equal(results.top, -jnp.inf)
         counts = jnp.maximum(1, count_of(of_logits, operands)) if of_logits.with_total else counts
     results = without(left_out, results)

@@ -58,8 +58,6 @@ def _forward_of_shard(spec: CrossEntropy, operands: Operands) -> tuple[Results, 
 
 def _without_top(spec: CrossEntropy, shards: Shards, operands: Operands, results: Results) -> Results:
     log_sum, label_logit, total, top = results
-    assert label_logit is not None
-    assert top is not None
     shift = spec.logits.unit * origin_of(top)
     if total is not None:
         total = total + shards.sum(count_of(spec, operands) * jnp.ones_like(log_sum)) * shift
@@ -83,8 +81,6 @@ def exchanged(spec: CrossEntropy, shards: Shards, operands: Operands, of_shard: 
     A shard of which nothing counts, or all is -inf, has the log_sum -inf, and adds nothing to that of the whole.
     """
     log_sum, label_logit, total, own_top = of_shard
-    assert label_logit is not None
-    assert own_top is not None
     own_top = lax.stop_gradient(own_top)
     top = shards.top(own_top)
     further = (origin_of(own_top) - origin_of(top)) * spec.logits.unit

@@ -194,7 +194,6 @@ def linear(
     precision: lax.PrecisionLike = None,
     out_sharding: OutSharding = None,
 ) -> jax.Array:
-    """y, of a recipe that was checked."""
     choice = check_implementation(op.NAME, implementation)
     x = checks.check_x(function, x)
     values, *of_x = (x.values, x.scales, x.carrier) if isinstance(x, Quantized) else (x, None, None)
@@ -202,10 +201,7 @@ def linear(
     order = 1 if of_kernel[0] is None else -1
     spec = Float8Linear(
         out_dtype=checks.check_out_dtype(function, out_dtype, x),
-        weight_gradient=recipe.weight_gradient,
-        fast_accumulation=recipe.fast_accumulation,
-        power_of_two=recipe.power_of_two,
-        save=recipe.save,
+        **vars(recipe),
         out_spec=_out_spec(values, weights, order, out_sharding),
         wants_all_digits=products.wants_all_digits(precision),
         **choice.asks(function),

@@ -20,6 +20,7 @@ from jaxnorm.ops.products import Contracted
 from jaxnorm.ops.quantize import rounding
 from jaxnorm.ops.quantize.rounding import Derivative
 from jaxnorm.ops.quantized_dot.formula import QuantizedDot, T_co, of_batch, wide_product
+from jaxnorm.primitive.broadcast import with_rank_of
 from jaxnorm.primitive.convention import ProductSpec
 from jaxnorm.quantization import Quantization
 
@@ -118,7 +119,7 @@ def rounded_along(spec: Float8Linear, array: jax.Array, axes: tuple[int, ...]) -
 def by_rows(spec: Float8Linear, array: jax.Array, of_columns: jax.Array | None = None) -> Rounded:
     """The array, times a factor for each column, with a scale for each row."""
     wide = array.astype(np.float32)
-    return rounded_along(spec, wide if of_columns is None else wide * of_rank(array.ndim, of_columns), (-1,))
+    return rounded_along(spec, wide if of_columns is None else wide * with_rank_of(array, of_columns), (-1,))
 
 
 def by_columns(spec: Float8Linear, array: jax.Array, of_rows: jax.Array | None = None) -> Rounded:
@@ -127,11 +128,6 @@ def by_columns(spec: Float8Linear, array: jax.Array, of_rows: jax.Array | None =
     v = wide if of_rows is None else wide * of_rows
     values, scales = rounded_along(spec, v, tuple(range(array.ndim - 1)))
     return Rounded(jnp.moveaxis(values, -1, 0), scales)
-
-
-def of_rank(ndim: int, array: jax.Array) -> jax.Array:
-    """The array with axes of length 1 in front, up to this rank."""
-    return lax.expand_dims(array, range(ndim - array.ndim))
 
 
 def saved_x(spec: Float8Linear, saved: Saved, round_again: Callable[..., Rounded] = by_rows) -> Rounded:
@@ -150,7 +146,7 @@ def linear(spec: Float8Linear, saved: Saved, dots: Variables[jax.Array]) -> jax.
     if dots.x is not None:
         values, scales = saved_kernel(spec, saved)
         dot = wide_product(dots.x, values, _last(dots.x, 1), spec, spec.out_spec, dots.x.dtype)
-        terms.append(dot * of_rank(dot.ndim, scales[0]))
+        terms.append(dot * with_rank_of(dot, scales[0]))
     if dots.kernel is not None:
         values, scales = saved_x(spec, saved)
         dot = wide_product(values, dots.kernel, _last(values, 0), spec, spec.out_spec, dots.kernel.dtype)
@@ -161,7 +157,7 @@ def linear(spec: Float8Linear, saved: Saved, dots: Variables[jax.Array]) -> jax.
 def _total(spec: Float8Linear, terms: list[jax.Array], bias: jax.Array | None) -> jax.Array:
     total = functools.reduce(jnp.add, terms)
     if bias is not None:
-        total = total + of_rank(total.ndim, bias.astype(total.dtype))
+        total = total + with_rank_of(total, bias.astype(total.dtype))
     return total.astype(spec.out_dtype)
 
 

@@ -201,8 +201,6 @@ def _single(other: Rounded) -> jax.Array | None:
 
 
 class Read(NamedTuple):
-    """What a gradient is of."""
-
     dy: jax.Array
     saved: Saved
 

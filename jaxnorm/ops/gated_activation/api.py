@@ -107,7 +107,6 @@ def gated_activation_quantized(
 def _check_call(
     function: str, x: Any, axis: Any, activation: Any, implementation: Any
 ) -> tuple[GatedActivation, Operands, Implementation | None]:
-    """What is static about a call, its operands, and the chosen implementation."""
     choice = checks.check_implementation(function, implementation)
     operands = _check_operands(function, x, axis)
     dtypes = [array.dtype for array in operands if array is not None]

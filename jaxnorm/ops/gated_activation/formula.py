@@ -12,7 +12,6 @@ import jax.numpy as jnp
 
 from jaxnorm.ops.activation import FORMULAS, Formula
 from jaxnorm.primitive.op import BatchDims, Dtype, OnlyY, RowSpec, Statistics, T
-from jaxnorm.quantization import Quantization
 
 Activation = Literal["silu", "gelu", "gelu_exact", "relu2", "sigmoid"]
 
@@ -22,7 +21,7 @@ class GatedActivation(RowSpec):
     """What is static about one gated activation, whose rows are those of x's last axis, or last two."""
 
     activation: Activation = "silu"
-    quantization: Quantization | None = None  # of the result, and what follows belongs to it
+    quantization: Any = None  # of the result a `Quantization`, and what follows belongs to it
     straight_through: bool = False
 
     @property

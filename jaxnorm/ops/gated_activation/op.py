@@ -114,13 +114,11 @@ class QuantizedResults(NamedTuple):
 
 def _scales_map(spec: GatedActivation, ndim: int, shape: Sequence[Any]) -> DimMap:
     of_result = _result_map(spec, ndim, shape)
-    assert spec.quantization is not None
     return of_result if spec.quantization.group_size else (*of_result[:-1], None)
 
 
 def _quantized_types(spec: GatedActivation, operands: QuantizedOperands) -> QuantizedResults:
     x: Any = operands.x
-    assert spec.quantization is not None
     shape = (*x.shape[: -spec.row_ndim], x.shape[-1])
     group = spec.quantization.group_size
     of_scales = (*shape[:-1], shape[-1] // group if group else 1)
@@ -151,7 +149,6 @@ def _derivative(spec: GatedActivation) -> rounding.Derivative:
 
 
 def _quantized_forward(spec: GatedActivation, operands: QuantizedOperands) -> tuple[QuantizedResults, Statistics]:
-    assert spec.quantization is not None
     (y,), _ = formula.forward(spec, operands.of_gates())
     given = operands.given
     if spec.straight_through and given is not None:
@@ -177,7 +174,6 @@ def _tangents(
 
 
 def _quantized_attributes(spec: GatedActivation, operands: QuantizedOperands) -> dict[str, Any]:
-    assert spec.quantization is not None
     return _attributes(spec, operands) | rounding.attributes(spec.quantization) | {"has_smooth": False}
 
 
@@ -189,8 +185,7 @@ SHORT_ROW = 64
 def _slower_quantized(spec: GatedActivation, rows: CallRows) -> str | None:
     cols = rows.shape[-1]
     if rows.platform == "cpu":
-        quantization: Any = spec.quantization
-        short = spec.joint_axes and not quantization.group_size and cols <= SHORT_ROW
+        short = spec.joint_axes and not spec.quantization.group_size and cols <= SHORT_ROW
         return f"XLA's code may be faster for rows of at most {SHORT_ROW} columns" if short else None
     return speed.by_elements(rows._replace(cols=cols))
 

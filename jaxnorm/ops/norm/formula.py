@@ -20,7 +20,6 @@ from jaxnorm.primitive import rules
 from jaxnorm.primitive.addend import add, rounded
 from jaxnorm.primitive.op import BatchDims, Dtype, RowSpec, Statistics, T
 from jaxnorm.primitive.weights import of_rank
-from jaxnorm.quantization import Quantization
 from jaxnorm.sharding import dims
 from jaxnorm.sharding.shards import Shards, check_no_jet
 
@@ -39,7 +38,7 @@ class Norm(RowSpec):
     pad_to: int = 1  # y's last axis, the only normalised one then, has zeros after it up to a multiple
     activation: str | None = None  # of the gate, where there is one
     gate_first: bool = False  # x * activation(gate) is normalised; otherwise the normalised x is multiplied by it
-    quantization: Quantization | None = None  # of the result, and what follows belongs to it
+    quantization: Any = None  # of the result a `Quantization`, and what follows belongs to it
     straight_through: bool = False
     with_unquantized: bool = False
     grouped: bool = False  # the last axis is a group of a longer one, which is the last two
@@ -63,7 +62,6 @@ class Norm(RowSpec):
         return shape if self.pad_to == 1 else (*shape[:-1], shape[-1] + -shape[-1] % self.pad_to)
 
     def whole(self) -> "Norm":
-        """The norm of rows without sharded axes."""
         return dataclasses.replace(self, shards=None)
 
 

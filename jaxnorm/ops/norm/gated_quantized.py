@@ -45,8 +45,7 @@ class Operands(NamedTuple):
 
 
 def _spans_groups(norm: Norm, cols: Any) -> bool:
-    """Whether normalised groups of so many columns share computed scales."""
-    assert norm.quantization is not None
+    """Whether several groups that are normalised, of so many columns, share a scale that is computed."""
     granularity, run = norm.quantization.granularity, norm.quantization.group_size
     is_whole = run is not None and cols % run == 0
     return norm.grouped and granularity != "tensor" and not is_whole
@@ -193,7 +192,6 @@ def gated_rms_norm_quantized(
 def _quantized(norm: Norm, operands: Operands, size: int | None, chosen: Implementation | None) -> Quantized:
     shape, given = operands.x.shape, operands.given
     norm = dataclasses.replace(norm, grouped=size not in (None, shape[-1]))
-    assert norm.quantization is not None
     divided = in_groups(operands, size if norm.grouped else None)
     values, scales, *_, carrier = GATED_NORM_QUANTIZED(norm, divided, chosen)
     if norm.grouped and scales is not None:

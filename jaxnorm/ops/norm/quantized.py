@@ -67,7 +67,6 @@ def plain(norm: Norm, operands: Operands) -> Results:
 
 def quantize(norm: Norm, y: jax.Array, operands: Operands) -> Results:
     """The values that y, of float32, is quantised to, and their scales unless one is given."""
-    assert norm.quantization is not None
     smooth, given = operands.smooth, operands.given
     if norm.straight_through:
         smooth, given = (None if factor is None else lax.stop_gradient(factor) for factor in (smooth, given))
@@ -110,7 +109,6 @@ ROLES = norms.ROLES | {
 
 def types(norm: Norm, operands: Operands) -> Results:
     """The types of the results of a call in which no groups share a scale: so it is in primitives."""
-    assert norm.quantization is not None
     x: Any = operands.x
     addend: Any = operands.residual
     like_x = dims.like(x, x.dtype)
@@ -143,7 +141,6 @@ def _weights_with_batch_dims(norm: Norm, operands: Operands) -> str | None:
 
 
 def attributes(norm: Norm, operands: Operands) -> dict[str, Any]:
-    assert norm.quantization is not None
     # Kernels of before know nothing of with_y.
     with_y = {"with_y": True} if norm.with_unquantized else {}
     return norms.forward_attributes(norm, operands) | rounding.attributes(norm.quantization) | with_y

@@ -66,7 +66,6 @@ def largest_magnitude(v: jax.Array, axes: tuple[int, ...]) -> jax.Array:
 
 
 def values_of(quantization: Quantization, v: jax.Array, scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """v over its scale, rounded, of this shape."""
     largest = quantization.largest
     values = jnp.clip(v * (1 / scale), -largest, largest)
     if jnp.issubdtype(quantization.dtype, jnp.integer):
@@ -78,7 +77,6 @@ def values_of(quantization: Quantization, v: jax.Array, scale: jax.Array, shape:
 
 
 def scale_of(quantization: Quantization, amax: jax.Array) -> jax.Array:
-    """The scale of what has this largest magnitude."""
     is_zero = amax == 0
     # By a constant XLA would not divide but multiply by its rounded reciprocal.
     scale = amax / jnp.where(is_zero, 1, jnp.float32(quantization.largest))

@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 
 from jaxnorm.ops import products
 from jaxnorm.ops.products import Contracted
+from jaxnorm.primitive.broadcast import with_rank_of
 from jaxnorm.primitive.convention import P, ProductSpec
 from jaxnorm.primitive.op import Record
 
@@ -61,7 +62,7 @@ def forward(spec: QuantizedDot, operands: Arrays) -> jax.Array:
     if spec.batch:
         return of_batch(spec, forward, operands)
     y: jax.Array = _product(spec, operands).astype(wide_dtype(operands.x.dtype))
-    of_columns = _beside(y, operands.weight_scales[:, 0])
+    of_columns = with_rank_of(y, operands.weight_scales[:, 0])
     y = y * of_columns if operands.x_scales is None else products.times_scales(y, operands.x_scales, of_columns)
     return (y if operands.bias is None else with_bias(y, operands.bias)).astype(spec.out_dtype)
 
@@ -69,12 +70,7 @@ def forward(spec: QuantizedDot, operands: Arrays) -> jax.Array:
 def with_bias(y: jax.Array, bias: jax.Array) -> jax.Array:
     """y with the bias, added up as wide as products are."""
     wide = y.astype(wide_dtype(y.dtype))
-    return wide + _beside(wide, bias.astype(wide.dtype))
-
-
-def _beside(y: jax.Array, numbers: jax.Array) -> jax.Array:
-    """The numbers of outputs, with y's rank."""
-    return lax.expand_dims(numbers, range(y.ndim - 1))
+    return wide + with_rank_of(wide, bias.astype(wide.dtype))
 
 
 def tangent(spec: QuantizedDot, operands: Arrays, dots: Operands[jax.Array | None]) -> jax.Array:

@@ -115,7 +115,6 @@ def _in_prefix(
 
 
 def _are_valid(operands: Operands) -> jax.Array:
-    """Whether a row's numbers are in their ranges."""
     _, uniform, temperature, top_k, top_p, min_p, _ = operands
     valid = (uniform >= 0) & (uniform < 1) & (temperature >= 0) & (temperature < jnp.inf)
     valid = valid if top_k is None else valid & (top_k >= -1)
