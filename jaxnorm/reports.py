@@ -64,7 +64,8 @@ class Report:
     def name_unused(self, custom: Mapping[type, Any], classes: Iterable[type]) -> None:
         """Puts classes of a mapping that no module of the model has in `unused`, but for those of `blocks.find`."""
         unused = (cls for cls in custom if not any(issubclass(of_model, cls) for of_model in classes))
-        self.unused = [cls for cls in unused if not _is_of_blocks(custom[cls])]
+        of_blocks = "jaxnorm.integrations.flax.blocks"
+        self.unused = [cls for cls in unused if getattr(custom[cls], "__module__", "") != of_blocks]
 
     def put_within(self, blocks: Sequence[Path]) -> None:
         """Moves what lies within modules at these paths to `within`, each with its innermost such module."""
@@ -98,10 +99,6 @@ class Report:
         return (
             "\n".join([*replaced, *within, *left, *unused]) or f"nothing to {self.done.removesuffix('d')}{self.where}"
         )
-
-
-def _is_of_blocks(function: Any) -> bool:
-    return str(getattr(function, "__module__", "")).startswith("jaxnorm.integrations.flax.blocks")
 
 
 def _named(path: Path) -> str:

@@ -146,13 +146,11 @@ def compare_layers(model: Any, args: Any, loss: Loss | None, kwargs: Any) -> Com
             f"compare_layers: no layer of {type(model).__name__} was replaced: call jaxnorm.replace_layers(model) "
             f"first."
         )
-    definition, *variables = nnx.split(model, _is_trained, ...)
+    definition, *variables = nnx.split(
+        model, lambda _, of: isinstance(of, nnx.Param) and jnp.issubdtype(of.dtype, jnp.inexact), ...
+    )
     of_own, of_model = (functools.partial(nnx.merge, graph) for graph in (nnx.graphdef(own), definition))
     return compared(of_own, of_model, (*variables, args, kwargs), loss)
-
-
-def _is_trained(path: Any, variable: Any) -> bool:
-    return isinstance(variable, nnx.Param) and jnp.issubdtype(variable.dtype, jnp.inexact)
 
 
 def modules_of(function: str, model: Any, linen_remedy: str) -> list[tuple[Path, Any]]:
