@@ -168,13 +168,13 @@ def cpu(results):
     return [*about(results["header"]), *report.table(columns, lines), "", *summary]
 
 
-def steps(*runs, decoding=False):
+def steps(*runs, program=""):
     """What the norms are of a whole step of a model, and what jaxnorm changes of it, in percent: gains first.
 
-    A column of which nothing was measured is left out. `decoding`: of models that decode, or of the others.
+    A column of which nothing was measured is left out.
     """
-    found = {names: variants for results in runs for names, variants in programs_of(results).items()}
-    lines = [step(names, variants) for names, variants in found.items() if decoding == (", decode" in names[0])]
+    found = {names: variants for results in runs for names, variants in programs_of(results, "", program).items()}
+    lines = [step(names, variants) for names, variants in found.items()]
     lines.sort(key=lambda line: line[0], reverse=True)
     columns = [
         "program",
@@ -349,10 +349,12 @@ def faster(percent):
 SUMMED = ("op", "shape", "M", "N")
 ON_GPU = (*SUMMED, "us", "order us", "fill us", "% of copy", "XLA us", "x XLA", "temp MiB", "XLA temp MiB")
 ON_CPU = (*SUMMED, "ms", "copy ms", "XLA ms", "x XLA")
+BESIDE_CUDNN = ("op", "dtype", "M", "N", "us", "cuDNN us", "x cuDNN", "XLA us", "x XLA")
 CHOICES = ("mode", "dtype", "rows", "us", "jax.numpy us", "x jax.numpy", "x sort")
 LOOPS = ("sequences", "choice", "ms", "± us", "faster %")
 IN_TWO_PROCESSES = ("variant", "attention", "flags", "ms", "arrays", "differ")
 OLDER_STEPS = ("h100/float8", "h200/float8", "h200/float8-flax", "h200/float8-narrow")
+FORWARD = ("h200/forward", "h200/forward-others")
 NEW_MODELS = ("h100/models", "h100/joint", "h100/qwen")
 TABLES = {
     "h200-headline": (headline, "h200/norms"),
@@ -363,12 +365,15 @@ TABLES = {
     "promise": (promise, "h200/lookups"),
     "picture": (picture, "h200/lookups", "h100/models"),
     "whole-programs": (whole_programs, "h200/lookups", *NEW_MODELS[::2], "h100/blocks", "h200/decoding"),
-    "steps": (steps, *NEW_MODELS, "h200/forward"),
-    "models": (wholes, *NEW_MODELS, "h200/forward", "h200/train"),
+    "steps": (functools.partial(steps, program="train step"), *NEW_MODELS),
+    "forward": (steps, *FORWARD),
+    "forward-float32": (steps, "h200/forward-float32"),
+    "models": (wholes, *NEW_MODELS, *FORWARD, "h200/train"),
     "linear-loss": (wholes, "h200/linear-loss"),
-    "decoding": (functools.partial(steps, decoding=True), "h200/decoding"),
+    "decoding": (steps, "h200/decoding"),
     "blocks": (blocks, "h100/blocks"),
     "lookups": (wholes, "h200/lookups"),
+    "cudnn": (functools.partial(chosen, columns=BESIDE_CUDNN), "h200/cudnn"),
     "h200-embedding": (functools.partial(chosen, columns=ON_GPU), "h200/embedding"),
     "h200-sampling": (functools.partial(chosen, columns=CHOICES), "h200/sampling"),
     "sampling": (functools.partial(chosen, columns=LOOPS), "h200/sampling-loop"),
