@@ -21,9 +21,9 @@ if __name__ == "__main__":
     sys.path[:0] = map(str, (here.parent, here, here / "lib"))
     import bench  # noqa: F401  # it lets the installed jaxnorm come before the clone's
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from cases import both_ways
 from internals import run_every_kernel
 from laws.test_lengths import CASES
 from laws.test_malformed_calls import OF_OPTIONS
@@ -161,14 +161,6 @@ class Runtime:
 def few(size):
     """Of rows that a cluster of 16 blocks has no more than synccheck takes, see docs/findings.md."""
     return size._replace(dims=(min(7, size.dims[0]), *size.dims[1:])) if size.dims[-1] > 65_536 else size
-
-
-def both_ways(function):
-    def program(*args):
-        results, pull_back = jax.vjp(function, *args)
-        return results, pull_back(results)
-
-    return program
 
 
 def of_table():

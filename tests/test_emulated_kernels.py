@@ -1,6 +1,6 @@
 """The CUDA kernels' own parts on the host, compiled as C++ against `emulator/`: what no law reaches, without a GPU.
 
-All else is the laws': see tests/laws/test_lengths.py, and for workspaces of other sizes tests/laws/test_workspaces.py.
+All else is the laws': see tests/laws/test_lengths.py, and for workspaces of other sizes tests/laws/test_bits.py.
 """
 
 import ctypes

@@ -64,15 +64,8 @@ def test_every_plan(op, kind, dtype, max_cluster):
         lengths = [cols for cols in LENGTHS if (cols * jnp.dtype(dtype).itemsize % 16 == 0) == divided]
         regimes = [REGIMES.index(by_length[cols]["regime"]) for cols in lengths]
         assert regimes == sorted(regimes)
-
-
-# The lengths of the comparison with other packages, none of which may fall into the slow regime on a recent GPU.
-@pytest.mark.parametrize("cols", shapes.GRID_COLS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("op", OPS)
-def test_no_length_of_the_grid_is_looped(cuda, op, kind, dtype, cols):
-    assert cuda.plan(op, kind, dtype, cols, max_cluster=16)["regime"] != "looped"
+    # Of the comparison with other packages no length may fall into the slow regime on a recent GPU.
+    assert max_cluster < 16 or "looped" not in {by_length[cols]["regime"] for cols in shapes.GRID_COLS}
 
 
 def weight_floats(cuda, dtype, cols, *, count=1, inner=1):

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from cases import with_gradients
 from deviceless import compiled, kernels, mesh, optimised, topology, types
 from hlo import collectives, count_native_calls, results_of
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
@@ -20,8 +21,6 @@ import jaxnorm
 from bench import float8, model_norms, models
 
 pytestmark = pytest.mark.deviceless
-
-QUANTISING = tuple(op for op in OPS if op.public.endswith("_quantized"))
 
 
 @pytest.mark.parametrize("op", OPS, ids=str)
@@ -56,16 +55,6 @@ def large(op):
     return Size(dims, (*op.small.weights[:-1], 16 * op.small.weights[-1]), lengths)
 
 
-def both_ways(function):
-    """The results and all gradients, for cotangents of the results."""
-
-    def program(cotangents, *args):
-        results, pullback = jax.vjp(function, *args)
-        return results, pullback(cotangents)
-
-    return program
-
-
 # Beside operands and results there are statistics and what gradients of weights are summed from, and where the program
 # dequantises the values of 8 bits: nothing that is a copy of x, in any dtype.
 @pytest.mark.parametrize("op", OPS, ids=str)
@@ -73,8 +62,8 @@ def test_temporary_memory(op):
     size = large(op)
     function, args = op.run(**size.options), types(op.types(size))
     cotangents = types(jax.eval_shape(function, *args))
-    values = math.prod(size.dims) if op in QUANTISING else 0
-    for program in (compiled(function, *args), compiled(both_ways(function), cotangents, *args)):
+    values = math.prod(size.dims) if op.public.endswith("_quantized") else 0
+    for program in (compiled(function, *args), compiled(with_gradients(function), cotangents, *args)):
         assert count_native_calls(program.as_text())[op.forward] == 1
         assert program.memory_analysis().temp_size_in_bytes <= values + 4 * args[0].size / 16
 

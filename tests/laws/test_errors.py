@@ -10,6 +10,8 @@ from bad_calls import IDS, LABELS, OF_NO_ROW, SCALE, TABLE, TOKENS, X, in_order,
 from coverage import cover, over
 from flax import nnx
 from op import call
+from ops.products_calls import BAD_CALLS as OF_PRODUCTS
+from ops.quantize import BAD_CALLS as BAD_QUANTIZE
 from table import ADDED, EVERY, GATED_QUANTIZED, NORMS, QUANTIZED, QUANTIZED_ACTIVATIONS
 
 import jaxnorm
@@ -83,9 +85,12 @@ def test_errors_from_within_stay_what_they_are():
         jaxnorm.rms_norm(X, Broken())
 
 
-@pytest.mark.parametrize(("of", "name"), [(of, name) for of, calls in OF_NO_ROW.items() for name in calls])
+BAD_OF_NO_ROW = OF_NO_ROW | OF_PRODUCTS | {"quantize": BAD_QUANTIZE}
+
+
+@pytest.mark.parametrize(("of", "name"), [(of, name) for of, calls in BAD_OF_NO_ROW.items() for name in calls])
 def test_a_bad_call_of_no_row(of, name):
-    args, keywords, error, parts = OF_NO_ROW[of][name]
+    args, keywords, error, parts = BAD_OF_NO_ROW[of][name]
     with pytest.raises(error, match=in_order(of, parts)):
         getattr(jaxnorm, of)(*args, **keywords)
 
@@ -130,6 +135,13 @@ def test_quantised_float64(op, name):
         operands = {"x": jnp.ones((3, 8), "float32")} | {name: wide}
         with pytest.raises(TypeError, match=f"^{op.public}: {name} is float64.*float32.*{name}.astype"):
             public(op)(**operands)
+
+
+@over([op for op in OF_EACH_FUNCTION if op in WITH_QUANTIZATION])
+def test_a_derivative_without_straight_through(op):
+    first, *_ = given = valid(op.public)
+    with pytest.raises(ValueError, match=rf"^{op.public}: rounded values .*straight_through=True.*stop_gradient"):
+        jax.grad(lambda x: public(op)(**given | {first: x}).dequantize().sum())(given[first])
 
 
 @pytest.mark.parametrize("op", QUANTIZED[:2], ids=str)

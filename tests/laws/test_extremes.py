@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import DTYPES, KINDS, NORMS, bits, draw, draw_scale, draw_x
+from cases import DTYPES, KINDS, NORMS, bits, both_ways, draw, draw_scale, draw_x, with_gradients
 from coverage import cover, over
 from native import is_platform_with_kernels
 from op import COTANGENTS, rows
@@ -39,24 +39,6 @@ def size_of(op):
     return op.lengths[1] if len(op.small.dims) > 2 else rows(4, 1021)
 
 
-def results_and_gradients(op, function=None):
-    def run(cotangents, *args):
-        results, pullback = jax.vjp(function or op.function, *args)
-        return results, pullback(cotangents)
-
-    return jax.jit(run)
-
-
-def both_ways(function, cotangents_of=lambda results: results):
-    """The results, and gradients with these as cotangents, or with what is made of them."""
-
-    def run(*args):
-        results, pullback = jax.vjp(function, *args)
-        return results, pullback(cotangents_of(results))
-
-    return run
-
-
 with_gradients_of_ones = partial(both_ways, cotangents_of=partial(jax.tree.map, jnp.ones_like))
 
 
@@ -68,7 +50,7 @@ def classes(array) -> np.ndarray:
 def assert_spreads_alike(op, cotangents, args):
     """The results alike in every number; in the gradients, where it is not finite: what the difference of two infinite
     sums becomes depends on which of them is subtracted first."""
-    actual, expected = (results_and_gradients(op, f)(cotangents, *args) for f in (op.function, op.formula))
+    actual, expected = (jax.jit(with_gradients(f))(cotangents, *args) for f in (op.function, op.formula))
     for a, e in zip(actual[0], expected[0], strict=True):
         np.testing.assert_array_equal(classes(a), classes(e))
     for a, e in zip(actual[1], expected[1], strict=True):
@@ -158,7 +140,7 @@ def test_squares_that_vanish(op, dtype, cols, alike):
         saved = formula.Saved(x, stats)
         return results.y, formula.backward(norm, formula.Results(dy), saved, wanted, ()).x
 
-    (y,), (dx,) = results_and_gradients(op, partial(op.function, epsilon=0.0))((dy,), x)
+    (y,), (dx,) = jax.jit(with_gradients(partial(op.function, epsilon=0.0)))((dy,), x)
     for actual, value in zip((y, dx), expected(x), strict=True):
         np.testing.assert_array_equal(classes(actual), classes(value))
 
@@ -176,7 +158,7 @@ def test_the_gradient_of_a_constant_row_near_the_largest_number(dtype, rows, row
     cols, value, epsilon = row
     (_, op), dims = PLAIN, (min(rows, 2**20 // cols), cols)
     args, cotangents = inputs(op, op.small._replace(dims=dims, weights=(cols,)), (dtype,))
-    run = results_and_gradients(op, partial(op.function, epsilon=epsilon))
+    run = jax.jit(with_gradients(partial(op.function, epsilon=epsilon)))
     results = run(cotangents, jnp.full(dims, value, dtype), *args[1:])
     assert all(np.isfinite(np.float32(result)).all() for result in jax.tree.leaves(results))
 
@@ -192,7 +174,8 @@ def empty(op):
 @over(EVERY, size=empty)
 def test_no_rows(op, size):
     args = op.draw(size)
-    results, gradients = results_and_gradients(op, op.run(**size.options))(op.cotangents(args, **size.options), *args)
+    cotangents = op.cotangents(args, **size.options)
+    results, gradients = jax.jit(with_gradients(op.run(**size.options)))(cotangents, *args)
     values, *_ = op.function(*args, **size.options)
     assert values.shape[:-1] == results[0].shape[:-1] == op.normalised(jnp.zeros(size.dims)).shape[:-1]
     for i, gradient in enumerate(gradients):

@@ -9,10 +9,7 @@ from cases import ADDS, KINDS, NORMS, assert_close, draw_x
 from coverage import over
 from jax.sharding import AxisType, PartitionSpec as P
 from meshes import mesh_of
-from quantizing import QUANTIZED
 from table import EACH
-
-from jaxnorm import Quantization
 
 jet = pytest.importorskip("jax.experimental.jet")
 
@@ -69,14 +66,6 @@ ROUNDINGS = {
     "x_hat": lambda x, **options: NORMS["rms"](x, multiply_before_cast=False, out_dtype="bfloat16", **options),
     "a sum": lambda x, **options: ADDS["rms"](x, jnp.ones_like(x, "bfloat16"), **options)[1],
 }
-
-
-@pytest.mark.parametrize("implementation", [None, "xla"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_quantised_norm_without_straight_through(kind, implementation):
-    norm = partial(QUANTIZED[kind], quantization=Quantization("int8"), implementation=implementation)
-    with pytest.raises(ValueError, match=rf"^{kind}_norm_quantized: .*straight_through=True"):
-        terms_of(lambda x: norm(x).dequantize(), [draw_x((4, 16))])
 
 
 @pytest.mark.parametrize("implementation", [None, "xla"])

@@ -35,29 +35,14 @@ ROW_MODES = [
 ]
 
 
-def row_modes(op):
-    """Those that split no row."""
-    return [(mode, spec) for mode, spec in ROW_MODES if not (op.has_positions and spec[1:])]
-
-
 def part_specs(op):
     """Those that split rows, and those that split channels, of which GroupNorm's rows have some each."""
     specs = [P(None, None, "b"), P("a", None, "b")]
     return [*specs, P(None, "b"), P("a", "b")] if op.has_positions else specs
 
 
-by_row = over(SPLIT, how=row_modes)
-by_feature = over(
-    # What is rotated is of one device, and what has both side by side is in ops/gated_activation.py.
-    [
-        op
-        for op in SPLIT
-        if op not in table.ROTARY
-        and not (op in (*table.GATED_ACTIVATIONS, *table.QUANTIZED_ACTIVATIONS) and op.arrays == 1)
-    ],
-    mode=lambda op: ["auto", "explicit", meshes.PARTLY_MANUAL],
-    spec=part_specs,
-)
+# Those that split no row.
+by_row = over(SPLIT, how=lambda op: [how for how in ROW_MODES if not (op.has_positions and how[1][1:])])
 
 
 def run(of, devices, op, mode, spec):
@@ -91,16 +76,20 @@ def test_gradients_of_the_formula(devices, op):
     meshes.assert_parts_close(*both)
 
 
-@by_feature
-def test_parts_of_rows_exchange_their_statistics(devices, op, mode, spec):
-    both, (exchanged, expected), _ = run(results, devices, op, mode, spec)
-    meshes.assert_parts_close(*both)
-    assert exchanged == expected
-
-
-@by_feature
-def test_gradients_of_parts_of_rows(devices, op, mode, spec):
-    both, (exchanged, expected), _ = run(gradients, devices, op, mode, spec)
+@pytest.mark.parametrize("of", [results, gradients])
+@over(
+    # What is rotated is of one device, and what has both side by side is in ops/gated_activation.py.
+    [
+        op
+        for op in SPLIT
+        if op not in table.ROTARY
+        and not (op in (*table.GATED_ACTIVATIONS, *table.QUANTIZED_ACTIVATIONS) and op.arrays == 1)
+    ],
+    mode=lambda op: ["auto", "explicit", meshes.PARTLY_MANUAL],
+    spec=part_specs,
+)
+def test_parts_of_rows_exchange_their_statistics(devices, of, op, mode, spec):
+    both, (exchanged, expected), _ = run(of, devices, op, mode, spec)
     meshes.assert_parts_close(*both)
     assert exchanged == expected
 
@@ -280,12 +269,6 @@ def test_the_type_of_a_result_of_parts_of_rows(any_devices, op):
 
 def shard(devices, function, in_specs, out_specs):
     return jax.shard_map(function, mesh=meshes.mesh_of(devices, AxisType.Auto), in_specs=in_specs, out_specs=out_specs)
-
-
-@over(table.EACH, specs=whole_row_specs)
-def test_grad_of_shard_map(any_devices, op, specs):
-    function = shard(any_devices, op.run(), each(op, *specs), specs[0])
-    assert_same(op, jax.jit(loss_and_gradients(op, function))(*sequences_of(op)), expected(op))
 
 
 # A replicated weight meets rows that differ over the mesh: its gradient is the sum over the mesh.

@@ -97,6 +97,26 @@ def axis_of(axes: int):
     return -1 if axes == 1 else tuple(range(-axes, 0))
 
 
+def with_gradients(function):
+    """Of cotangents and operands: the results, and the gradients for these cotangents."""
+
+    def of(cotangents, *args):
+        results, pull_back = jax.vjp(function, *args)
+        return results, pull_back(cotangents)
+
+    return of
+
+
+def both_ways(function, cotangents_of=lambda results: results):
+    """Of operands: the results, and the gradients for these as cotangents, or for what is made of them."""
+
+    def of(*args):
+        results, pull_back = jax.vjp(function, *args)
+        return results, pull_back(cotangents_of(results))
+
+    return of
+
+
 def bits(tree) -> list[bytes]:
     """For comparisons that must be exact, NaN and the sign of zero included."""
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]

@@ -42,14 +42,6 @@ def _tied_gradient(table, ids, rows):
     return jax.vjp(lookup, table)[1]((rows, jnp.cos(table)))
 
 
-def _segment_sum(data, ids):
-    return jaxnorm.segment_sum(data, ids, 9)
-
-
-def _windowed(x):
-    return jaxnorm.softmax(x, causal=True, offset=3, window=5)
-
-
 def _sample(logits, uniform):
     """With all operands, which differ from row to row."""
     settings = {"temperature": uniform + 0.5, "top_k": (40 * uniform).astype("int32"), "top_p": 1 - uniform / 2}
@@ -66,9 +58,12 @@ def _quantize(x):
 OF_NO_ROW = {
     ("embedding", "gradient"): (_lookup_gradient, {"50, 24": "float32", "rows": "int32", "rows, 24": "bfloat16"}),
     ("embedding", "tied_gradient"): (_tied_gradient, {"50, 24": "float32", "rows": "int32", "rows, 24": "bfloat16"}),
-    ("segment_sum", "forward"): (_segment_sum, {"rows, 24": "bfloat16", "rows": "int32"}),
+    ("segment_sum", "forward"): (
+        partial(jaxnorm.segment_sum, num_segments=9),
+        {"rows, 24": "bfloat16", "rows": "int32"},
+    ),
     ("quantize", "forward"): (_quantize, {"rows, 256": "bfloat16"}),
-    ("softmax", "windowed"): (_windowed, {"rows, 9, 24": "bfloat16"}),
+    ("softmax", "windowed"): (partial(jaxnorm.softmax, causal=True, offset=3, window=5), {"rows, 9, 24": "bfloat16"}),
     ("sample", "forward"): (_sample, {"rows, 50": "bfloat16", "rows": "float32"}),
 }
 

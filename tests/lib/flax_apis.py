@@ -72,10 +72,6 @@ def _activation(of=draw_x, dims=(4, 6, 60), **needed):
     return Row("GatedActivation", jaxnorm.gated_activation, (of,), dims, needed=needed)
 
 
-def _pair(dims, dtype="float32"):
-    return draw_gate(dims, dtype), draw_up(dims, dtype)
-
-
 INSTANCE = functools.partial(jaxnorm.group_norm, group_size=1)
 GATE, SUM, OF_60, OF_GROUPS = (draw_x, draw_gate), (draw_x, draw_residual), (4, 6, 60), (3, 4, 5, 12)
 ROWS = {
@@ -93,7 +89,7 @@ ROWS = {
     "rotary of heads first": _rotary(heads_axis=-3),
     "activation": _activation(),
     "activation of a stack": _activation(dims=(4, 2, 60), axis=-2),
-    "activation of a pair": _activation(_pair),
+    "activation of a pair": _activation(lambda dims, dtype="float32": (draw_gate(dims, dtype), draw_up(dims, dtype))),
 }
 
 

@@ -222,10 +222,6 @@ def linen_linear(features=COLUMNS, cls=flax.linen.Dense, x=None, **fields):
     return linen_model(cls(features, bias_init=draw_bias, **fields), x)
 
 
-def equinox_linear(features=COLUMNS, **fields):
-    return EquinoxModel(eqx.nn.Linear(FEATURES, features, **fields, key=jax.random.key(0)))
-
-
 def linen_model(module, x=None):
     return LinenModel(module, module.init(jax.random.key(0), draw_x(DIMS) if x is None else x))
 
@@ -233,7 +229,10 @@ def linen_model(module, x=None):
 APIS = {
     "nnx": SimpleNamespace(linear=nnx_linear, mixed=lambda: NnxModel(Mixed(flax.nnx.Rngs(0)))),
     "linen": SimpleNamespace(linear=linen_linear, mixed=lambda: linen_model(LinenMixed())),
-    "equinox": SimpleNamespace(linear=equinox_linear, mixed=lambda: EquinoxModel(EquinoxMixed(jax.random.key(0)))),
+    "equinox": SimpleNamespace(
+        linear=lambda **of: EquinoxModel(eqx.nn.Linear(FEATURES, COLUMNS, **of, key=jax.random.key(0))),
+        mixed=lambda: EquinoxModel(EquinoxMixed(jax.random.key(0))),
+    ),
 }
 CHANGES = {
     "quantised": lambda model, *to, **options: model.quantised(*to, **options),

@@ -268,55 +268,40 @@ def linear_cross_entropy(draw: Draw) -> Call:
     )
 
 
-def rotary(draw: Draw) -> Call:
-    normalize, lead, dtype = draw.pick((True, "layer", False)), draw.leading(), draw.pick(DTYPES)
+def _rotated(draw: Draw) -> tuple[str, tuple[int, int], int, dict[str, Any], dict[str, Any]]:
+    """The dtype, the numbers of heads, their columns, the scales of some or of each, and options."""
+    normalize, dtype, heads = draw.pick((True, "layer", False)), draw.pick(DTYPES), (draw.pick(HEADS), draw.pick(HEADS))
     cols = draw.pick(HEAD_SIZES[normalize == "layer" :])
-    heads, axis = (draw.pick(HEADS), draw.pick(HEADS)), draw.pick((-2, -2, -3))
+    shapes = [draw.pick(((cols,), (count, cols))) for count in heads]
+    q_scale, k_scale = (draw.weight(shape, dtype) if normalize else None for shape in shapes)
+    options = {"normalize": normalize, "interleaved": draw.chance(0.3)}
+    return dtype, heads, cols, {"q_scale": q_scale, "k_scale": k_scale}, options
+
+
+def rotary(draw: Draw) -> Call:
+    dtype, heads, cols, scales, options = _rotated(draw)
+    lead, axis = draw.leading(), draw.pick((-2, -2, -3))
     q, k = (
         draw.floats((*lead, count, cols) if axis == -2 else (*lead[:-1], count, lead[-1], cols), dtype)
         for count in heads
     )
-    shapes = [draw.pick(((cols,), (count, cols))) for count in heads]
-    q_scale, k_scale = (draw.weight(shape, dtype) if normalize else None for shape in shapes)
     own = tuple(draw.pick((1, n)) for n in lead)
     tables: dict[str, Any] = {"positions": draw.pick((None, jnp.asarray(draw.rng.integers(99, size=own), "int32")))}
     if draw.chance(0.3):
         tables = {name: draw.floats((*own, cols // 2), draw.pick((dtype, "float32"))) for name in ("cos", "sin")}
-    examples = own[0] == lead[0] and len(lead) > 1
-    return _call(
-        jaxnorm.qk_norm_rotary,
-        {"q": q, "k": k, "q_scale": q_scale, "k_scale": k_scale, **tables},
-        ("q", "k", "q_scale", "k_scale"),
-        ("q", "k", *tables) if examples else (),
-        heads_axis=axis,
-        normalize=normalize,
-        interleaved=draw.chance(0.3),
-    )
+    by_example = ("q", "k", *tables) if own[0] == lead[0] and len(lead) > 1 else ()
+    operands = {"q": q, "k": k, **scales, **tables}
+    return _call(jaxnorm.qk_norm_rotary, operands, ("q", "k", *scales), by_example, heads_axis=axis, **options)
 
 
 def rotary_of_product(draw: Draw) -> Call:
-    normalize, lead, dtype = draw.pick((True, "layer", False)), draw.leading(), draw.pick(DTYPES)
-    cols = draw.pick(HEAD_SIZES[normalize == "layer" :])
-    heads, kv_heads = draw.pick(HEADS), draw.pick(HEADS)
-    shapes = [draw.pick(((cols,), (count, cols))) for count in (heads, kv_heads)]
-    q_scale, k_scale = (draw.weight(shape, dtype) if normalize else None for shape in shapes)
+    dtype, (heads, kv_heads), cols, scales, options = _rotated(draw)
+    lead = draw.leading()
     lead = (1,) * (2 - len(lead)) + lead  # of four axes
-    positions = jnp.asarray(draw.rng.integers(99, size=lead), "int32")
-    return _call(
-        jaxnorm.qkv_norm_rotary,
-        {
-            "qkv": draw.floats((*lead, heads + 2 * kv_heads, cols), dtype),
-            "q_scale": q_scale,
-            "k_scale": k_scale,
-            "positions": draw.pick((None, positions)),
-        },
-        ("qkv", "q_scale", "k_scale"),
-        ("qkv", "positions"),
-        heads=heads,
-        kv_heads=kv_heads,
-        normalize=normalize,
-        interleaved=draw.chance(0.3),
-    )
+    positions = draw.pick((None, jnp.asarray(draw.rng.integers(99, size=lead), "int32")))
+    operands = {"qkv": draw.floats((*lead, heads + 2 * kv_heads, cols), dtype), **scales, "positions": positions}
+    options |= {"heads": heads, "kv_heads": kv_heads}
+    return _call(jaxnorm.qkv_norm_rotary, operands, ("qkv", *scales), ("qkv", "positions"), **options)
 
 
 def group_norm(draw: Draw) -> Call:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from cases import ADDS, KINDS, NORMS, PAIRS, assert_close, bits, draw
+from cases import ADDS, KINDS, NORMS, PAIRS, assert_close, bits, draw, with_gradients
 from coverage import over
 from hlo import compiled_text, count_native_calls, lowered_calls
 from native import is_platform_with_kernels
@@ -242,12 +242,8 @@ padded_ops = pytest.mark.parametrize("op", PADDED, ids=str)
 TO_64 = rows(5, 100, pad_to=64)
 
 
-def y_and_gradients(op, **options):
-    def function(cotangents, *args):
-        results, pullback = jax.vjp(partial(op.function, **options), *args)
-        return results, pullback(cotangents)
-
-    return jax.jit(function)
+def results_and_gradients(op, **options):
+    return jax.jit(with_gradients(partial(op.function, **options)))
 
 
 # dy's rows may lie on other boundaries than the plain norm's, and sums over rows are then added in another order.
@@ -257,8 +253,8 @@ def test_gradients_of_weights_are_those_of_the_plain_norm(op, dtypes, size):
     args = op.draw(size, dtypes)
     cotangents = op.cotangents(args, **size.options)
     plain = cotangents[0][..., : size.dims[-1]], cotangents[1]
-    _, gradients = y_and_gradients(op, **size.options)(cotangents, *args)
-    assert_close(gradients[2:], y_and_gradients(op)(plain, *args)[1][2:])
+    _, gradients = results_and_gradients(op, **size.options)(cotangents, *args)
+    assert_close(gradients[2:], results_and_gradients(op)(plain, *args)[1][2:])
 
 
 # Many rows, arrays beyond the caches, whose results may go past them; and what is not finite.
@@ -279,13 +275,17 @@ def test_weights_for_each_head(op):
 def test_the_formula(op):
     args = op.draw(TO_64)
     cotangents = op.cotangents(args, pad_to=64)
-    actual, expected = (y_and_gradients(op, pad_to=64, implementation=i)(cotangents, *args) for i in (None, "xla"))
+    actual, expected = (
+        results_and_gradients(op, pad_to=64, implementation=i)(cotangents, *args) for i in (None, "xla")
+    )
     assert_close(actual, expected)
 
 
 @padded_ops
 def test_no_pass_pads(op):
     """y comes padded from the native call, and dy goes into one as it is."""
-    text = compiled_text(y_and_gradients(op, pad_to=64), (draw("a", (5, 128)), draw("b", (5, 100))), *op.draw(TO_64))
+    text = compiled_text(
+        results_and_gradients(op, pad_to=64), (draw("a", (5, 128)), draw("b", (5, 100))), *op.draw(TO_64)
+    )
     assert count_native_calls(text) == op.calls(fwd=1, bwd=1)
     assert " pad(" not in text

@@ -369,14 +369,6 @@ def test_higher_derivatives_along_a_curve(implementation):
     assert_near([sums, 2 * sums], list(terms))
 
 
-@pytest.mark.needs("kernels")
-def test_a_gradient_is_one_call():
-    args = draw("table", (LENGTH, COLUMNS)), numbers("uniform", 21, LENGTH), draw("rows", (21, COLUMNS))
-    assert count_native_calls(compiled_text(partial(gradient, implementation="native"), *args)) == CALL
-    both = jax.value_and_grad(loss(partial(jaxnorm.embedding, implementation="native")))
-    assert count_native_calls(compiled_text(both, *args[:2])) == CALL
-
-
 @cover(symbols=["b, t", "v, 12"])
 def test_a_program_for_any_size(symbols):
     of_table, of_ids = (LENGTH, COLUMNS), (3, 7)

@@ -162,12 +162,7 @@ def test_scale_and_bias_of_different_shapes(kind, dims):
     scale = None if scale_dims is None else cases.draw_scale(scale_dims, "bfloat16")
     bias = None if bias_dims is None else cases.draw_bias(bias_dims, "float16")
 
-    @jax.jit
-    def y_and_gradients(dy, *args):
-        y, pullback = jax.vjp(cases.NORMS[kind], *args)
-        return y, *pullback(dy)
-
-    y, dx, *of_weights = y_and_gradients(dy, x, scale, bias)
+    y, (dx, *of_weights) = jax.jit(cases.with_gradients(cases.NORMS[kind]))(dy, x, scale, bias)
     assert forward_errors(y, oracle.forward(kind, x, scale, bias, out_dtype=x.dtype)) == []
     assert gradient_error(dx, oracle.gradients(kind, x, dy, scale).dx, DX) <= 1
     for which, weight, gradient in zip(("dscale", "dbias"), (scale, bias), of_weights, strict=True):

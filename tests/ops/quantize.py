@@ -16,6 +16,7 @@ from jax import export
 from jax.sharding import AxisType, PartitionSpec as P
 from meshes import assert_parts_close, mesh_of, on_mesh
 from native import is_platform_with_kernels
+from op import call, named
 from quantizing import E5M2, GRANULARITIES, OF_ARRAYS, QUANTIZED, TO, array_by_numpy, assert_same, to
 
 import jaxnorm
@@ -213,19 +214,12 @@ def test_powers_of_two_and_a_bound():
 
 
 X = jnp.ones((3, 128))
-BAD_CALLS = {
-    "a dtype by name": ((X,), {"dtype": jnp.int8}, TypeError, "'dtype'; .*quantization=jaxnorm.Quantization"),
-    "the quantization first": ((to("int8"), X), {}, TypeError, "x and quantization in each other's place"),
-    "groups": ((X[:, :100], to("int8", "groups of 64")), {}, ValueError, "64 does not divide"),
-    "groups of another axis": ((X, to("int8", "groups of 64")), {"axis": 0}, ValueError, "groups the last axis"),
-}
-
-
-@pytest.mark.parametrize("name", BAD_CALLS)
-def test_errors(name):
-    args, keywords, error, message = BAD_CALLS[name]
-    with pytest.raises(error, match=message):
-        quantize(*args, **keywords)
+BAD_CALLS = named(
+    call(X, dtype=jnp.int8).raises(TypeError, "'dtype'; ", "quantization=jaxnorm.Quantization"),
+    call(to("int8"), X).raises(TypeError, "x and quantization in each other's place"),
+    call(X[:, :100], to("int8", "groups of 64")).raises(ValueError, "64 does not divide"),
+    call(X, to("int8", "groups of 64"), axis=0).raises(ValueError, "groups the last axis"),
+)
 
 
 def test_errors_elsewhere():

@@ -11,7 +11,6 @@ import formulas
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 import quantizing
 from cases import ALIKE, DTYPES, KINDS, PAIRS, draw, draw_gate, draw_scale, draw_smooth, draw_x
 from coverage import cover
@@ -280,9 +279,3 @@ def test_the_gradient_is_that_of_the_norm_times_smooth_factors(variant, dtype, g
     if group_size != 64:
         calls = count_native_calls(compiled_text(pull_back(quantized), args))
         assert calls == GATED_QUANTIZED[0].calls(fwd=1, bwd=1)
-
-
-def test_without_straight_through_a_derivative_is_an_error():
-    x, gate, scale, _ = draw_operands()
-    with pytest.raises(ValueError, match=r"^gated_rms_norm_quantized: .*straight_through=True.*stop_gradient"):
-        jax.grad(lambda x: call_gated(VARIANTS[0], Quantization("int8"), x, gate, scale).dequantize().sum())(x)

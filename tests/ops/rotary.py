@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from cases import DTYPES, assert_close, bits, draw, draw_k_scale, draw_q_scale
+from cases import DTYPES, assert_close, bits, both_ways, draw, draw_k_scale, draw_q_scale
 from coverage import cover
 from hlo import compiled_text, count_native_calls, lowered_calls
 from native import is_platform_with_kernels
@@ -245,19 +245,16 @@ def qkv_rotary(normalize, *, interleaved=False, partial=False):
     )
 
 
-def rotary_per_head(normalize, **rotation):
-    return per_head(rotary(normalize, **rotation), k_scale=grouped)
+def of_each(name):
+    return lambda dims: (counts(dims[-2])[name], dims[-1])
 
 
-def qkv_rotary_per_head(normalize, **rotation):
-    def of_each(name):
-        return lambda dims: (counts(dims[-2])[name], dims[-1])
-
-    return per_head(qkv_rotary(normalize, **rotation), q_scale=of_each("heads"), k_scale=of_each("kv_heads"))
-
-
-QKV_ROTARY = (qkv_rotary(True), qkv_rotary_per_head("layer", interleaved=True, partial=True))
-ROTARY = (rotary_per_head("layer", interleaved=True, partial=True), rotary(True), *QKV_ROTARY)
+IN_PART = {"normalize": "layer", "interleaved": True, "partial": True}
+QKV_ROTARY = (
+    qkv_rotary(True),
+    per_head(qkv_rotary(**IN_PART), q_scale=of_each("heads"), k_scale=of_each("kv_heads")),
+)
+ROTARY = (per_head(rotary(**IN_PART), k_scale=grouped), rotary(True), *QKV_ROTARY)
 
 
 B, T, H, K, D = 2, 6, 4, 2, 16
@@ -283,9 +280,7 @@ def loss_of(function):
     return lambda *args: sum(jnp.sin((i + 1) * y.astype("float32")).sum() for i, y in enumerate(function(*args)))
 
 
-def step(function, *args):
-    results, pullback = jax.vjp(function, *args)
-    return results, pullback(jax.tree.map(jnp.cos, results))
+step = partial(both_ways, cotangents_of=partial(jax.tree.map, jnp.cos))
 
 
 CALLS = ("jaxnorm_qkv_norm_rotary_fwd", "jaxnorm_qkv_norm_rotary_bwd")
@@ -323,10 +318,10 @@ LAYOUTS = {
 def test_layouts(name):
     shape, tokens, options = LAYOUTS[name]
     qkv = draw("qkv", (*tokens, PACKED, D))
-    results, gradient = jax.jit(lambda x: step(partial(of_heads, **options), x))(qkv.reshape(shape))
+    results, gradient = jax.jit(step(partial(of_heads, **options)))(qkv.reshape(shape))
     assert_close(results, apart(qkv, **options))
     assert [y.shape for y in results] == [(*tokens, count, D) for count in (H, K, K)]
-    (expected,) = step(partial(apart, **options), qkv)[1]
+    (expected,) = step(partial(apart, **options))(qkv)[1]
     assert_close(gradient, (expected.reshape(shape),))
 
 
@@ -350,7 +345,7 @@ def test_bits_are_those_of_the_parts(normalize, per_head, interleaved, dtype):
     args = draw_qkv(dtype=dtype), *(draw_scales(per_head) if normalize else ())
     options = {"normalize": normalize, "interleaved": interleaved, "rotary_dim": D // 2}
     functions = partial(of_heads, **options), partial(apart, implementation=None, **options)
-    ours, by_parts = (jax.jit(partial(step, function))(*args) for function in functions)
+    ours, by_parts = (jax.jit(step(function))(*args) for function in functions)
     assert bits(ours) == bits(by_parts)
 
 
@@ -368,8 +363,8 @@ def test_a_step_is_two_calls_and_moves_nothing_beside(normalize):
 @cover(normalize=NORMALIZE)
 def test_values_that_are_not_read(normalize):
     qkv, function = draw_qkv().at[..., H + K :, :].set(jnp.nan), lambda qkv: of_heads(qkv, normalize=normalize)[:2]
-    results, (gradient,) = jax.jit(partial(step, function))(qkv)
-    expected, (of_parts,) = step(lambda x: apart(x, normalize=normalize)[:2], qkv.at[..., H + K :, :].set(0))
+    results, (gradient,) = jax.jit(step(function))(qkv)
+    expected, (of_parts,) = step(lambda x: apart(x, normalize=normalize)[:2])(qkv.at[..., H + K :, :].set(0))
     assert_close(results, expected)
     assert_close(gradient, of_parts)
     assert not gradient[..., H + K :, :].any()

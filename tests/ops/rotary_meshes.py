@@ -57,7 +57,7 @@ def test_heads_over_a_mesh(devices, heads, axis_type, per_head, batch, normalize
     def rotary(*args):
         return jaxnorm.qk_norm_rotary(*args, positions=jnp.arange(32).reshape(8, 4), normalize=normalize)
 
-    text = program_over(mesh, partial(step, rotary), args, specs)
+    text = program_over(mesh, step(rotary), args, specs)
     # Nothing but the sums of the scales' gradients, in float32: over tokens, and where heads share one over heads.
     sums = [
         D * (count // (mesh.shape["b"] if b else 1)) if each else D
@@ -70,7 +70,7 @@ def test_heads_over_a_mesh(devices, heads, axis_type, per_head, batch, normalize
 def test_heads_that_do_not_divide(devices):
     mesh = mesh_of(devices, AxisType.Auto)
     args = *draw_qk((8, 4), heads=(6, 3)), *draw_scales()
-    program_over(mesh, partial(step, jaxnorm.qk_norm_rotary), args, [P("a", None, "b"), P("a"), P(), P()])
+    program_over(mesh, step(jaxnorm.qk_norm_rotary), args, [P("a", None, "b"), P("a"), P(), P()])
 
 
 # What is asked of the many heads of the one splits no single head of the other, nor its statistics.
@@ -108,7 +108,7 @@ def test_tokens_over_a_mesh(devices, spec, axis_type, normalize, per_head, flat,
     tables = {"counted": {}, "positions": {"positions": jnp.arange(32).reshape(8, 4)}}.get(angles) or dict(
         zip(("cos", "sin"), draw("tables", (2, 4, D // 2)), strict=True) if angles == "tables" else ()
     )
-    function = partial(step, lambda *args: of_heads(*args, normalize=normalize, **tables))
+    function = step(lambda *args: of_heads(*args, normalize=normalize, **tables))
     text = program_over(mesh, function, (product(flat), *scales), [spec, *(P() for _ in scales)])
     is_split = any(mesh.shape[axis] > 1 for axis in spec if axis)
     sums = 4 * sum(scale.size for scale in scales)
@@ -126,7 +126,7 @@ def test_what_is_beside_a_product_over_a_mesh(devices, operand):
 
     def function(qkv, q_scale, k_scale, *angles):
         given = dict(zip(names, angles, strict=True))
-        return step(lambda *args: of_heads(*args, **given), qkv, q_scale, k_scale)
+        return step(lambda *args: of_heads(*args, **given))(qkv, q_scale, k_scale)
 
     program_over(mesh, function, (qkv, *scales, *angles), [*specs, *[of_angles] * len(angles)])
 
@@ -134,7 +134,7 @@ def test_what_is_beside_a_product_over_a_mesh(devices, operand):
 # Heads over a mesh that XLA splits: gathered, as a device that has some of q's has none of v's.
 @cover(spec=[P(None, None, "b"), P("a", None, "b"), P(None, None, None, "a")], normalize=NORMALIZE)
 def test_heads_over_automatic_axes_are_gathered(devices, spec, normalize):
-    function = partial(step, partial(of_heads, normalize=normalize))
+    function = step(partial(of_heads, normalize=normalize))
     text = program_over(mesh_of(devices, AxisType.Auto), function, (draw_qkv((8, 4)),), [spec])
     assert set(collectives(text)) <= {"all-gather"}
 
@@ -145,7 +145,7 @@ def test_heads_over_explicit_axes_are_the_formulas(devices, flat, normalize):
     scales = draw_scales(per_head=True) if normalize else ()
     function, specs = partial(of_heads, normalize=normalize), [P("a", None, "b"), *(P() for _ in scales)]
     args, is_split = (product(flat), *scales), mesh.shape["b"] > 1
-    program_over(mesh, partial(step, function), args, specs, calls=0 if is_split else 2)
+    program_over(mesh, step(function), args, specs, calls=0 if is_split else 2)
     if not is_split:
         return
     with jax.set_mesh(mesh):
@@ -184,7 +184,7 @@ def test_what_an_explicit_mesh_may_not_split(devices, name):
 @cover(flat=[False, True], normalize=NORMALIZE)
 def test_heads_over_an_explicit_axis_of_one_device(devices, flat, normalize):
     mesh = jax.make_mesh((len(devices), 1), ("a", "b"), (AxisType.Explicit,) * 2, devices=devices)
-    function = partial(step, partial(of_heads, normalize=normalize))
+    function = step(partial(of_heads, normalize=normalize))
     program_over(mesh, function, (product(flat),), [P("a", None, "b")])
 
 
@@ -199,5 +199,5 @@ def test_each_device_has_a_product_of_its_own_heads(devices):
 
     specs = P("a", None, "b"), P(), P()
     on_mesh = jax.shard_map(split, mesh=mesh, in_specs=specs, out_specs=P("a", None, "b"))
-    expected = jax.jit(partial(step, jax.vmap(of_heads, (2, None, None), 2)))(by_device, *scales)
-    assert_one_device_gives(jax.jit(partial(step, on_mesh))(*placed(mesh, (by_device, *scales), specs)), expected)
+    expected = jax.jit(step(jax.vmap(of_heads, (2, None, None), 2)))(by_device, *scales)
+    assert_one_device_gives(jax.jit(step(on_mesh))(*placed(mesh, (by_device, *scales), specs)), expected)

@@ -10,6 +10,7 @@ from cases import ADDS, DTYPES, KINDS, NORMS, PAIRS, assert_close, bits, draw, d
 from coverage import cover
 from hlo import count_native_calls
 from jax import lax
+from jax.experimental import jet
 from native import native_calls
 from quantizing import GRANULARITIES, QUANTIZED, STATIC_SCALE, TO, call, quantize, to
 
@@ -223,6 +224,7 @@ DERIVATIVES = {
     "grad of static_scale": lambda q, x, s: jax.grad(lambda factor: q(x, s, static_scale=factor))(STATIC_SCALE),
     "grad of y": lambda q, x, s: jax.grad(lambda x: q(x, s, with_unquantized=True))(x),
     "jvp": lambda q, x, s: jax.jvp(lambda x: q(x, s), (x,), (x,)),
+    "jet": lambda q, x, s: jet.jet(lambda x: q(x, s), (x,), ([x, x],)),
     "vmap of grad": lambda q, x, s: jax.vmap(jax.grad(lambda x: q(x, s)))(x[None]),
     "grad of vmap over scale": lambda q, x, s: jax.grad(lambda s: jax.vmap(q, (None, 0))(x, s).sum())(s[None]),
     "grad of scan": lambda q, x, s: jax.grad(
