@@ -39,12 +39,16 @@ def nothing(norm, x):
     return x
 
 
+def is_first(path, module):
+    return path == ("Dense_0",)
+
+
 CONTEXTS = {
     "using_layers": linen.using_layers,
     "a mapping": lambda: linen.using_layers({flax.linen.RMSNorm: nothing}),
     "using_float8": linen.using_float8,
     "another recipe": lambda: linen.using_float8(Float8Recipe(save="inputs")),
-    "only": lambda: linen.using_float8(only=lambda path, module: path == ("Dense_0",)),
+    "only": lambda: linen.using_float8(only=is_first),
     "using_quantized": linen.using_quantized,
     "quantized inputs": lambda: linen.using_quantized(jnp.int8),
 }

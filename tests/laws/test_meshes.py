@@ -253,10 +253,8 @@ def test_a_sharded_feature_axis(any_devices, axis_type, op):
     if not op.derived:
         return assert_mesh_gives(mesh, op, specs)
     # Not dequantised: of parts of rows some values are neighbours of those of whole ones, and are to be seen as such.
-    results = jax.jit(op.function)
-    with jax.set_mesh(mesh):
-        actual = jax.device_get(results(*meshes.placed(mesh, sequences_of(op), specs)))
-    meshes.assert_parts_close(actual, jax.device_get(results(*sequences_of(op))))
+    actual, _ = meshes.on_mesh(mesh, op.function, sequences_of(op), specs)
+    meshes.assert_parts_close(*jax.device_get((actual, jax.jit(op.function)(*sequences_of(op)))))
 
 
 @pytest.mark.parametrize("op", [table.NORMS[1], table.GATED[0], table.GROUPED[0], table.GROUP_NORMS[1]], ids=str)

@@ -88,6 +88,14 @@ draw_bias = _drawn("bias", 0.1, 0.5)
 draw_branch_scale = _drawn("branch_scale", 0.5, 0.8)
 
 
+def away_from_init(parameters, dtype=None):
+    """The parameters of a model, none of which is 0 or 1 throughout, so that none can be left out unseen."""
+    leaves, structure = jax.tree.flatten(parameters)
+    keys = jax.random.split(jax.random.key(2), len(leaves))
+    moved = [leaf + 0.1 * jax.random.normal(key, leaf.shape) for leaf, key in zip(leaves, keys, strict=True)]
+    return jax.tree.unflatten(structure, [a.astype(dtype or leaf.dtype) for a, leaf in zip(moved, leaves, strict=True)])
+
+
 def operands(dims, dtype="float32", axes=1):
     features = dims[len(dims) - axes :]
     return draw_x(dims, dtype), draw_scale(features, dtype), draw_bias(features, dtype)

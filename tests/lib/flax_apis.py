@@ -73,6 +73,7 @@ def _activation(of=draw_x, dims=(4, 6, 60), **needed):
 
 
 INSTANCE = functools.partial(jaxnorm.group_norm, group_size=1)
+SUMS = {"jaxnorm_segment_sum": 1}  # the native call of a lookup's gradient
 GATE, SUM, OF_60, OF_GROUPS = (draw_x, draw_gate), (draw_x, draw_residual), (4, 6, 60), (3, 4, 5, 12)
 ROWS = {
     **{kind: Row(NAMES[kind], NORMS[kind], (draw_x,), DIMS, kind, NAMES[kind]) for kind in KINDS},

@@ -35,7 +35,8 @@ def mesh_for(mode, devices):
 
 
 def placed(mesh, args, specs):
-    return [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip(args, specs, strict=True)]
+    shardings = jax.tree.map(partial(NamedSharding, mesh), tuple(specs))
+    return [jax.device_put(a, sharding) for a, sharding in zip(args, shardings, strict=True)]
 
 
 def on_mesh(mesh, function, args, specs, *, is_set=True, **options):

@@ -12,6 +12,7 @@ import flax.nnx
 import jax
 import jax.numpy as jnp
 import pytest
+from cases import away_from_init
 from hlo import compiled_text, count_native_calls
 
 import jaxnorm
@@ -23,14 +24,6 @@ pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.long, pytest.mar
 
 def draw(*shape, seed=1):
     return jax.random.normal(jax.random.key(seed), shape)
-
-
-def away_from_init(tree):
-    """The arrays, of which none is 0 or 1 throughout, so that none can be left out unseen."""
-    leaves, structure = jax.tree.flatten(tree)
-    keys = jax.random.split(jax.random.key(2), len(leaves))
-    moved = [leaf + 0.1 * jax.random.normal(k, leaf.shape, leaf.dtype) for leaf, k in zip(leaves, keys, strict=True)]
-    return jax.tree.unflatten(structure, moved)
 
 
 # Of bonsai's models, given the module that has one: the model, and what runs it.

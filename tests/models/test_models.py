@@ -10,6 +10,7 @@ import jax
 import jax.flatten_util
 import jax.numpy as jnp
 import pytest
+from cases import away_from_init
 from hlo import compiled_text, count_native_calls
 from native import native_calls
 
@@ -35,14 +36,6 @@ def difference(expected, actual):
     assert types[0] == types[1], f"not of the same types: {types}"
     a, b = (jax.flatten_util.ravel_pytree(jax.tree.map(jnp.float32, tree))[0] for tree in (expected, actual))
     return float(jnp.linalg.norm(b - a) / jnp.linalg.norm(a))
-
-
-def randomised(parameters, dtype):
-    """Parameters of a dtype that are not those of initialisers, so that a forgotten scale or bias shows."""
-    leaves, structure = jax.tree.flatten(parameters)
-    keys = jax.random.split(jax.random.key(1), len(leaves))
-    leaves = [p + 0.1 * jax.random.normal(key, p.shape) for p, key in zip(leaves, keys, strict=True)]
-    return jax.tree.unflatten(structure, [p.astype(dtype) for p in leaves])
 
 
 def draw(seed, *shape):
@@ -129,7 +122,7 @@ def with_ours(model, reports):
 def test_the_norms_and_embeddings_of_a_model_are_found(name):
     make, norms, embeddings = PUBLISHED[name]
     model, parameters, inputs = make()
-    parameters, reports = randomised(parameters, jnp.float32), []
+    parameters, reports = away_from_init(parameters, jnp.float32), []
     after = with_ours(model, reports)
     expected, actual = (jax.jit(results(side))(parameters, inputs) for side in (model, after))
     assert difference(expected[0], actual[0]) < 5e-6
@@ -166,7 +159,7 @@ def hub_norms(dtype):
 def test_norms_of_transformers_in_every_dtype(dtype, x_dtype, parameter_dtype):
     for norm in hub_norms(jnp.dtype(dtype)):
         model, parameters, x = of_norm(norm)
-        operands = randomised(parameters, parameter_dtype), x.astype(x_dtype)
+        operands = away_from_init(parameters, parameter_dtype), x.astype(x_dtype)
         expected, actual = (side(*operands) for side in (model, with_ours(model, [])))
         assert actual.dtype == expected.dtype
         # Of a half type one element in thousands may be rounded the other way.

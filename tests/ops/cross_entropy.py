@@ -10,7 +10,7 @@ from cases import DTYPES, assert_near, bits, draw, draw_x
 from coverage import cover
 from hlo import collectives, compiled_text, count_native_calls, lowered_calls
 from jax.sharding import AxisType, PartitionSpec as P
-from meshes import mesh_of, placed
+from meshes import mesh_of, on_mesh
 from native import is_platform_with_kernels
 from tolerances import DX, gradient_error
 
@@ -339,11 +339,9 @@ def test_on_a_mesh(devices, axis_type, spec, dtype, scale):
     x, labels, where = draw_x(dims, dtype), labels_of(dims), (draw("where", (4, 32)) > 0) | (jnp.arange(32) == 9)
     function, args = loss_of(of_scale(scale, labels=labels, where=where, **OPTIONS["all"])), (x, jnp.float32(SCALE))
     expected = wide(function(*args))
-    with jax.set_mesh(mesh):
-        args = placed(mesh, args, (spec, P()))
-        compiled = function.lower(*args).compile()
-        assert_near(wide(compiled(*args)), expected)
-    assert "all-gather" not in collectives(compiled.as_text())
+    actual, text = on_mesh(mesh, function, args, (spec, P()))
+    assert_near(wide(actual), expected)
+    assert "all-gather" not in collectives(text)
 
 
 # Classes that a shard_map splits: each device has a part of the labels' numbers.

@@ -9,8 +9,8 @@ from cases import assert_near, both_ways
 from coverage import cover
 from hlo import collectives, count_native_calls
 from jax import export
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from meshes import mesh_of
+from jax.sharding import AxisType, PartitionSpec as P
+from meshes import mesh_of, on_mesh
 from native import is_platform_with_kernels
 
 import jaxnorm
@@ -71,11 +71,8 @@ def test_chunks_of_logits_become_their_gradients():
 
 def steps_on(mesh, step, args, specs):
     """What a step gives on one device and on a mesh, and its program there."""
-    alone = jax.device_get(jax.jit(step)(*args))
-    with jax.set_mesh(mesh):
-        there = jax.device_put(args, jax.tree.map(partial(NamedSharding, mesh), specs))
-        program = jax.jit(step).lower(*there).compile()
-        return jax.device_get(program(*there)), alone, program.as_text()
+    there, text = on_mesh(mesh, step, args, specs)
+    return jax.device_get(there), jax.device_get(jax.jit(step)(*args)), text
 
 
 # The kernel's classes, with those of bias and mask, or the columns of x and kernel.

@@ -12,7 +12,7 @@ from coverage import cover
 from op import without_names
 
 import jaxnorm
-from ops.rotary import NORMS, B, D, H, K, T, draw_qk, draw_qkv, draw_scales, loss_of, of_heads, rotated
+from ops.rotary import NORMS, B, D, H, K, T, draw_qk, draw_qkv, draw_scales, loss_of, of_heads, rotated, step
 
 pytestmark = pytest.mark.jax_version
 
@@ -72,17 +72,12 @@ apart = without_names(jaxnorm.qk_norm_rotary)
 both = pytest.mark.parametrize("rotary", [apart, of_product], ids=["apart", "of one product"])
 
 
-def with_gradients(function, args):
-    return jax.jit(lambda *args: (function(*args), jax.grad(loss_of(function), range(len(args)))(*args)))(*args)
-
-
 @pytest.mark.on_emulator
 @both
 @pytest.mark.parametrize("name", MODELS)
 def test_results_and_gradients_are_the_models(name, rotary):
     args = *draw_qk(), *(() if "no norm" in name else draw_scales("each head" in name))
-    ours = partial(rotary, **MODELS[name])
-    assert_close(with_gradients(ours, args), with_gradients(by_model(name), args))
+    assert_close(*(jax.jit(step(f))(*args) for f in (partial(rotary, **MODELS[name]), by_model(name))))
 
 
 @pytest.mark.parametrize(("function", "args"), [(jaxnorm.qk_norm_rotary, draw_qk()), (of_heads, (draw_qkv(),))])
@@ -126,7 +121,7 @@ def test_heads_before_tokens(name, per_head):
 
     args = *draw_qk(), *draw_scales(per_head)
     ours = partial(apart, **options)
-    assert_close(with_gradients(swapped, args), with_gradients(ours, args))
+    assert_close(*(jax.jit(step(f))(*args) for f in (swapped, ours)))
 
 
 # One token of each sequence, which is at a place of its own: with its axis, and without.
