@@ -26,7 +26,6 @@ pytestmark = pytest.mark.jax_version
 WHOLE = (*PADDED, *ROTARY, *GATED_ACTIVATIONS, *QUANTIZED_ACTIVATIONS)
 OF_EACH = (*EACH, QUANTIZED[2], QUANTIZED_SUMS[2])
 SPLIT = [op for op in OF_EACH if op not in WHOLE and (op.kind != "rms" or "group_size" not in op.small.options)]
-ops, of_features = over(SPLIT), over([op for op in SPLIT if not op.has_positions])
 vma = over(SPLIT, check_vma=lambda op: {"vma": True, "no vma": False})
 
 
@@ -71,7 +70,7 @@ def test_gradients_of_shard_map(devices, op, check_vma):
 
 
 @pytest.mark.on_emulator
-@ops
+@over(SPLIT)
 def test_gradients_in_shard_map(devices, op):
     mesh = mesh_of(devices, AxisType.Auto)
     args, out_specs = place(op, mesh, part_spec(op)), [specs_of(op, part_spec(op))[i] for i in op.all]
@@ -188,7 +187,7 @@ def test_two_mesh_axes(any_devices, kind):
     assert_parts_close(jax.jit(split)(x), NORMS[kind](x))
 
 
-@of_features
+@over([op for op in SPLIT if not op.has_positions])
 def test_vmap(op):
     args = op.draw(meshes.size_of(op))
     parts = [jnp.stack(jnp.split(arg, 2, -1)) for arg in args]

@@ -21,8 +21,6 @@ from jaxnorm.ops.norm import formula
 
 pytestmark = pytest.mark.any_code
 
-kinds = pytest.mark.parametrize("kind", KINDS)
-
 
 def large(test):
     """On one worker: each takes many GiB of a GPU."""
@@ -236,7 +234,7 @@ def test_more_rows_than_a_cuda_grid_has_in_two_dimensions(op, count):
 # Byte offsets of 2**32 and element offsets of 2**31 do not fit 32 bits. The rows repeat, and so must the results.
 @large
 @pytest.mark.parametrize("cols", [4096, 100_003])
-@kinds
+@pytest.mark.parametrize("kind", KINDS)
 def test_more_elements_than_an_int32_counts(kind, cols):
     period = 64
     rows, block = (2**31 // cols // period + 2) * period, draw_x((period, cols), "bfloat16")

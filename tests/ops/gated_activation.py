@@ -211,10 +211,9 @@ def gradients(axis, x, dy):
 
 
 AXIS_TYPES = AxisType.Auto, AxisType.Explicit
-axis_types = pytest.mark.parametrize("axis_type", AXIS_TYPES)
 
 
-@axis_types
+@pytest.mark.parametrize("axis_type", AXIS_TYPES)
 @pytest.mark.parametrize("form", ["two arrays", "stacked"])
 def test_split_columns_stay_where_they_are(devices, axis_type, form):
     pack, axis, _ = FORMS[form]

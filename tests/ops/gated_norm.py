@@ -31,7 +31,6 @@ class Variant(NamedTuple):
 
 MAMBA, QWEN = Variant(True, "silu"), Variant(False, "silu")
 VARIANTS = (MAMBA, QWEN, Variant(True, "sigmoid"), Variant(False, "sigmoid"))
-variants = pytest.mark.parametrize("variant", VARIANTS, ids=str)
 
 
 def gated(variant: Variant, **options: Any):
@@ -151,7 +150,7 @@ def test_large_arrays_have_the_bits_of_small_ones(op):
 
 # From where the exponential of the gate is the smallest number to where one minus sigmoid is lost in it.
 @pytest.mark.on_emulator
-@variants
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_every_gate_keeps_its_digits(variant):
     # Each row has gates of all sizes: of nothing but very small ones a mean square is too small for float32.
     gate = jnp.linspace(-80, 80, 64 * 1000).reshape(1000, 64).T

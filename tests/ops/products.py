@@ -202,8 +202,6 @@ PRODUCTS = tuple(row(name, form) for name, form in FORMS.items())
 # The first of those whose rules differ.
 EACH_PRODUCT = (PRODUCTS[0], PRODUCTS[2], *PRODUCTS[4:6])
 
-each_form = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-
 
 def operands(*, rows=ROWS, examples=()):
     return (
@@ -310,7 +308,7 @@ def test_examples_of_quantised_values_that_share_scales(save):
     assert_close(jax.grad(lambda kernels: jax.vmap(of_kernel)(values, kernels).sum())(kernels), each)
 
 
-@each_form
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_forward_mode_rounds_no_tangent(form):
     dots = tuple(draw("tangent", a.shape) for a in operands())
     assert_close(jax.jvp(form, operands(), dots)[1], jax.jvp(form.plain, operands(), dots)[1])
