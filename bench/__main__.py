@@ -10,7 +10,6 @@ COMMANDS = {
     "float8": "a training step with products of float8, beside bfloat16",
     "model": "the norms within a model's training step",
     "reproducible": "whether two processes train a language model to the same bits",
-    "resources": "registers and spills of the CUDA kernels in two builds, without a GPU",
     "sampling": "choosing the next token, alone and in a loop on the device, beside jax.numpy",
     "tables": "write the results into README.md and docs/",
 }

@@ -1,4 +1,4 @@
-"""The benchmarks of single ops but for the clock and the hardware, and `bench resources`."""
+"""The benchmarks of single ops but for the clock and the hardware."""
 
 from types import SimpleNamespace
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bench import cpu, gpu, norms, ops, others, programs, report, resources, shapes, timing
+from bench import cpu, gpu, norms, ops, others, programs, report, shapes, timing
 from bench.__main__ import parse
 
 # Shapes of few rows, of kinds that do not take any.
@@ -273,42 +273,3 @@ def test_a_cell_has_each_direction_alone_and_in_a_chain(kind, monkeypatch):
         for a, b in zip(*(jax.tree.leaves(result_of(program)) for program in (ours, theirs)), strict=True):
             a, b = np.float64(a), np.float64(b)
             assert np.linalg.norm(a - b) < 1e-3 * np.linalg.norm(b)
-
-
-USAGE = """
- Function _Z4bothv:
-  REG:{} STACK:{} SHARED:64 LOCAL:0 CONSTANT[0]:912 TEXTURE:0 SURFACE:0 SAMPLER:0
-"""
-ELF = """
-.nv.info._Z4bothv
-	Attribute:	EIATTR_MAX_THREADS
-	Value:	0x100 0x1 0x1
-"""
-SASS = """
-		Function : _Z4bothv
-        /*0000*/                   {} ;    /* 0x00000000000079c3 */
-"""
-
-
-# Registers, bytes of stack and an instruction of the new build, beside 32, none and the first of these.
-@pytest.mark.parametrize(
-    ("new", "is_worse", "printed"),
-    [
-        ((32, 0, "S2R R0"), False, "the same machine code: 1"),
-        ((32, 0, "S2UR UR4"), False, "the same machine code: 0"),
-        ((33, 0, "S2UR UR4"), True, "33 registers, 0 bytes of stack, 64 of shared memory, 6 x 256 threads"),
-        ((24, 0, "S2UR UR4"), False, "24 registers"),
-        ((32, 8, "STL [R1]"), True, "8 bytes of stack"),
-    ],
-)
-def test_a_kernel_is_worse_with_fewer_blocks_or_more_spills(new, is_worse, printed, monkeypatch, capsys):
-    builds = {"old": (32, 0, "S2R R0"), "new": new}
-
-    def dump(option, path):
-        registers, stack, instruction = builds[path]
-        usage = USAGE.format(registers, stack)
-        return {"--dump-resource-usage": usage, "-elf": ELF, "-sass": SASS.format(instruction)}[option]
-
-    monkeypatch.setattr(resources, "dump", dump)
-    assert resources.main(SimpleNamespace(old="old", new="new")) == int(is_worse)
-    assert printed in capsys.readouterr().out
