@@ -155,7 +155,7 @@ def measure_cell(kind, monkeypatch, kernels=("jaxnorm",), default=False):
     monkeypatch.setattr(gpu, "device_time", run)
     monkeypatch.setattr(timing, "COLD_BYTES", 20_000)
     cell = gpu.Cell("models", kind, "bfloat16", any_shape(*FEW.get(kind, (9, 384))))
-    return gpu.measure_cell(cell, SimpleNamespace(iterations=2, default=default), failed), failed, used
+    return gpu.measure_cell(cell, SimpleNamespace(iterations=2, default=default, cudnn=False), failed), failed, used
 
 
 @pytest.mark.needs("kernels")
