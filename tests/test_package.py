@@ -33,7 +33,7 @@ def name(path):
     return str(path.relative_to(ROOT))
 
 
-LINES, FILES, TESTS_TO_PRODUCT, LONGEST = 84_193, 480, 0.681, 450
+LINES, FILES, TESTS_TO_PRODUCT, LONGEST = 84_194, 480, 0.680, 450
 
 
 @pytest.fixture(scope="module")

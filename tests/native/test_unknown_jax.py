@@ -26,6 +26,7 @@ import jax, jax.export, jax.extend.core, jax.numpy as jnp
 
 # Which JAX would refuse for a second class of the name.
 jax.export.register_pytree_node_serialization = lambda *_, **__: None
+jax.export.register_namedtuple_serialization = lambda *_, **__: None
 
 @contextlib.contextmanager
 def without(module, name=None):
