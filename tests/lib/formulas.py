@@ -135,7 +135,7 @@ def _values(v, recipe, axes):
     scales = jnp.abs(v).max(axes, keepdims=True, initial=0.0) / 448.0
     scales = jnp.exp2(jnp.ceil(jnp.log2(scales))) if recipe.power_of_two else scales
     values = jnp.clip(v / jnp.where(scales == 0, 1, scales), -448.0, 448.0).astype("float8_e4m3fn")
-    return values.astype(jnp.float32), scales
+    return jax.lax.optimization_barrier(values).astype(jnp.float32), scales  # see `rounded`
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
